@@ -60,7 +60,7 @@ def log(**more):
 
 
 def tuning(rows, **more):
-    return tuning_of(rows, {}, lambda name: (None, None), log(**more))
+    return tuning_of(rows, {}, log(**more), lambda name: (None, None))
 
 
 def shown(found, width=200):

@@ -87,7 +87,8 @@ def run_tuning(
 ) -> Tuning:
     """Return the tuning of a workload; its rows, tables and tune.json are written to the place."""
     from stepscope.analysis.comparison.significance import difference
-    from stepscope.document.tuning import trial_line, tuning_from
+    from stepscope.analysis.comparison.tuning import tuning_of
+    from stepscope.document.tuning import trial_line
     from stepscope.planner.forecast import Forecaster
     from stepscope.recorder.files import write_json
     from stepscope.sweep.results import SWEEP_FILE, read_facts
@@ -147,7 +148,7 @@ def run_tuning(
             "commands": _commands(space, search, workload, budget_bytes),
             "notes": list(forecaster.notes),
         }
-        tuning = tuning_from(results.rows, results.facts["environments"], log)
+        tuning = tuning_of(results.rows, results.facts["environments"], log)
         with results.writing():
             write_json(results.folder / TUNE_FILE, asdict(tuning))
         if results.rows:

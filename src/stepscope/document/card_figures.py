@@ -10,6 +10,7 @@ from stepscope.analysis.time.summary import Summary
 from stepscope.devices import nearest_names
 from stepscope.document.model import Fact
 from stepscope.document.precision_settings import precision_words
+from stepscope.document.verdict import rounded
 from stepscope.formatting import count, milliseconds, percent, plural, shortened, significant, size
 from stepscope.formatting import flops as as_flops
 from stepscope.trace.recording import Recording
@@ -17,7 +18,6 @@ from stepscope.trace.recording import Recording
 MAX_NAMES = 4
 NOISY_SPREAD = 0.20
 """If p10 to p90 spans more of the median than this, the median alone does not describe the steps."""
-MEAN_NOISE = 0.05
 _REASON_WIDTH = 110
 _LEAST_IDLE_SHARE = 0.05
 
@@ -70,17 +70,12 @@ def _loop(summary: Summary) -> Iterator[Fact]:
     if (loop := summary.loop) is None:
         return
     steps = f"mean of {plural(loop.num_measured, 'undisturbed step')}"
-    parts = "".join(f" + {name} {_rounded(ns)}" for name, ns in loop.between_ns.items())
-    alone = _rounded(loop.step_ns - sum(loop.between_ns.values()))
-    text = f"{_rounded(loop.step_ns)} of wall-clock time" + (f" = {alone}{parts}" if parts else "")
+    parts = "".join(f" + {name} {rounded(ns)}" for name, ns in loop.between_ns.items())
+    alone = rounded(loop.step_ns - sum(loop.between_ns.values()))
+    text = f"{rounded(loop.step_ns)} of wall-clock time" + (f" = {alone}{parts}" if parts else "")
     yield Fact("average step", text, f"{steps}; {loop.caveat}" if loop.caveat else steps)
     share = "the share of training in the loop's wall-clock time; Stepscope's own work is left out"
     yield Fact("goodput", percent(loop.goodput), share)
-
-
-def _rounded(ns: float) -> str:
-    """Return a mean of few steps with the digits it is worth."""
-    return milliseconds(ns, MEAN_NOISE * ns)
 
 
 def _flops(recording: Recording, summary: Summary) -> Iterator[Fact]:

@@ -7,15 +7,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stepscope.analysis.comparison.significance import MIN_SAMPLES
 from stepscope.analysis.comparison.sweep_records import hash_of, record_of
-from stepscope.analysis.comparison.sweeps import (
-    MIN_INTERVAL_SAMPLES,
-    NOISY_SHARE,
-    OK,
-    PointSummary,
-    SweepSummary,
-    varying_axes,
-)
+from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary, varying_axes
 from stepscope.analysis.time.statistics import Distribution
 from stepscope.document.model import Document, Fact, Facts, Section, Table, Value
 from stepscope.formatting import count, milliseconds, percent, plural, safe, significant, size, whole_percent
@@ -152,8 +146,8 @@ def _notes(sweep: SweepSummary) -> Iterator[Fact]:
         yield Fact(NOISY, f"noisy: p90 − p10 exceeds {whole_percent(NOISY_SHARE)} of the median")
     if differs:
         yield Fact(DIFFERENT, f"not the same computation: {differs}")
-    if any(p.is_best for p in points) and any(p.time and p.time.num_samples < MIN_INTERVAL_SAMPLES for p in points):
-        yield Fact("note", f"Fewer than {MIN_INTERVAL_SAMPLES} samples give no interval, so ties are not marked.")
+    if any(p.is_best for p in points) and any(p.time and p.time.num_samples < MIN_SAMPLES for p in points):
+        yield Fact("note", f"Fewer than {MIN_SAMPLES} samples give no interval, so ties are not marked.")
     if any(_dropped(point) for point in points):
         yield Fact("dropped", "share of the routed work that was left out; TFLOP/s and MFU do not count it")
     for text in dict.fromkeys(text for point in points for text in point.notes):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
-from stepscope.analysis.comparison.tuning import AGAIN, BESIDE, Gain, Tried, Tuning, tuning_of
-from stepscope.devices import find_device, load_ceilings
+from stepscope.analysis.comparison.tuning import AGAIN, BESIDE, Gain, Tried, Tuning
 from stepscope.document.comparison import p_text
 from stepscope.document.model import Document, Fact, Facts, Part, Section, Table
 from stepscope.document.tables import columns_of
@@ -23,11 +22,6 @@ _STOPPED = {
     "time": "stopped when the time was up",
     "stuck": "stopped because no point was correct",
 }
-
-
-def tuning_from(rows: Sequence[Mapping[str, Any]], environments: Mapping[str, Any], log: Mapping[str, Any]) -> Tuning:
-    """Return the tuning of rows, with the limits of their device."""
-    return tuning_of(rows, environments, lambda name: (find_device(name), load_ceilings(name)), log)
 
 
 def turned_text(turned: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ def verdict(recording: Recording, summary: Summary) -> str:
     noise = summary.step_ns.ci_high - summary.step_ns.ci_low
     typical = milliseconds(summary.step_ns.median, noise)
     what_else = what_adds(summary)
-    step = _rounded(summary.loop.step_ns) if summary.loop is not None and what_else else typical
+    step = rounded(summary.loop.step_ns) if summary.loop is not None and what_else else typical
     sentence = f"A step takes {step}"
     if summary.throughput is not None:
         sentence += f" ({significant(summary.throughput.per_s)} {summary.throughput.unit}/s)"
@@ -73,16 +73,17 @@ def what_adds(summary: Summary) -> str:
     if loop is None or typical is None or abs(loop.step_ns - typical.median) <= DIFFERS * typical.median:
         return ""
     added = sorted(loop.between_ns.items(), key=lambda item: -item[1])
-    texts = [f"{name} adds {_rounded(ns)}" for name, ns in added if ns > DIFFERS * typical.median]
+    texts = [f"{name} adds {rounded(ns)}" for name, ns in added if ns > DIFFERS * typical.median]
     rest = loop.step_ns - sum(loop.between_ns.values()) - typical.median
     if abs(rest) > DIFFERS * typical.median:
-        texts.append(f"slower steps add {_rounded(rest)}" if rest > 0 else f"faster steps take off {_rounded(-rest)}")
+        texts.append(f"slower steps add {rounded(rest)}" if rest > 0 else f"faster steps take off {rounded(-rest)}")
     if not texts:
         return "what lies between steps adds up"
     return f"per step, {', '.join(texts)} on average"
 
 
-def _rounded(ns: float) -> str:
+def rounded(ns: float) -> str:
+    """Return a mean of few steps with the digits it is worth."""
     return milliseconds(ns, DIFFERS * ns)
 
 

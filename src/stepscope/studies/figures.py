@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.comparison.sweeps import MIN_INTERVAL_SAMPLES, OK
+from stepscope.analysis.comparison.significance import MIN_SAMPLES
+from stepscope.analysis.comparison.sweeps import OK
 from stepscope.document.model import Bars, Lines, Series, Table, Value
 from stepscope.errors import Unavailable
 from stepscope.formatting import cell, safe, title_of
@@ -138,7 +139,7 @@ def compared(time: float, other_time: float, other: str) -> str:
 def meet(record: Record, other: Record) -> bool:
     """Return whether the 95 % intervals of two medians overlap; False with too few samples for one."""
     low, high = "time_ci_low_ns", "time_ci_high_ns"
-    enough = all(each["num_samples"] >= MIN_INTERVAL_SAMPLES for each in (record, other))
+    enough = all(each["num_samples"] >= MIN_SAMPLES for each in (record, other))
     return enough and record[low] <= other[high] and other[low] <= record[high]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from stepscope.analysis.comparison.metrics import (
@@ -112,9 +112,6 @@ class Pair:
     def change(self, metric: str) -> Change | None:
         """Return the change of a metric; None if it is missing or the pair was refused."""
         return next((change for change in self.changes if change.metric == metric), None)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare_pair(

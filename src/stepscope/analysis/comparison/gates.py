@@ -27,11 +27,9 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class GateResult:
+class GateResult(Gate):
     """The result of a gate for one pair."""
 
-    metric: str
-    limit_share: float
     pair: str | None  # the point's name; null if there is one pair
     status: str
     """`passed`, `failed`, or `undecided`: not comparable, missing, too few samples, or too noisy for the limit."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepscope.analysis.comparison.significance import MIN_SAMPLES
 from stepscope.analysis.compiler.compile_summary import break_even
 from stepscope.analysis.costs.flops import Utilization, utilization
 from stepscope.analysis.time.statistics import Distribution, describe
@@ -32,8 +33,6 @@ BESIDE_PRESET = (
 )  # fmt: skip
 # Not applicable to a workload that is a whole step of the user's loop.
 NOT_OF_A_WHOLE_STEP = ("mode", "dtype", "compile", "sdpa", "optimizer")
-# With fewer samples, a median has no 95 % interval: all n samples lie on one side of it with probability 2 ÷ 2ⁿ.
-MIN_INTERVAL_SAMPLES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +241,7 @@ def _compared(
 
     def meets(index: int, best: int) -> bool:
         time, other = times[index], times[best]
-        if min(time.num_samples, other.num_samples) < MIN_INTERVAL_SAMPLES:
+        if min(time.num_samples, other.num_samples) < MIN_SAMPLES:
             return False
         return cost(index) * time.ci_low / time.median <= cost(best) * other.ci_high / other.median
 

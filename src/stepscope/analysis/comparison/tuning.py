@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepscope.analysis.comparison.significance import MIN_SAMPLES, difference
-from stepscope.analysis.comparison.sweeps import OK, Limits, PointSummary, sweep_of
+from stepscope.analysis.comparison.sweeps import OK, Limits, PointSummary, known_limits, sweep_of
 from stepscope.analysis.time.statistics import quantile
 from stepscope.display import Shown
 
@@ -93,8 +93,8 @@ class Tuning(Shown):
 def tuning_of(
     rows: Iterable[Mapping[str, Any]],
     environments: Mapping[str, Mapping[str, Any]],
-    limits: Limits,
     log: Mapping[str, Any],
+    limits: Limits = known_limits,
 ) -> Tuning:
     """Return the figures of a tuning from its rows and its search's `log`."""
     rows = list(rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
-from stepscope.analysis.costs.op_calls import FORMULAS, UNSEEN, Call, NotKnown, Tensor, Work, formula
+from stepscope.analysis.costs.op_calls import UNSEEN, Call, NotKnown, Tensor, Work, formula
 
 # Norms
 
@@ -200,6 +200,14 @@ def _fused_optimizer(call: Call) -> Work:
     return Work(0, reads, [tensor.like() for tensor in written + fresh], written[0].dtype)
 
 
+_FOREACH = """
+    abs add addcdiv addcmul ceil clamp_max clamp_min cos div erf exp expm1 floor lerp log log10 log1p log2 maximum
+    minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sqrt sub tan tanh trunc
+"""
+
+
+@formula(f"{' '.join(f'_foreach_{name} _foreach_{name}_' for name in _FOREACH.split())} ()")
+@formula("_foreach_norm _foreach_max _foreach_copy_ _foreach_zero_ ()")
 def _foreach(call: Call) -> Work:
     """Reads every list; writes the first, or one of its size."""
     first = call.tensors(0)
@@ -216,16 +224,6 @@ def _foreach(call: Call) -> Work:
     elif call.name in ("_foreach_norm", "_foreach_max"):
         writes = [tensor.like(shape=()) for tensor in first]
     return Work(0, reads, writes, first[0].dtype)
-
-
-_FOREACH = """
-    abs add addcdiv addcmul ceil clamp_max clamp_min cos div erf exp expm1 floor lerp log log10 log1p log2 maximum
-    minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sqrt sub tan tanh trunc
-"""
-for _name in _FOREACH.split():
-    FORMULAS[f"_foreach_{_name}"] = FORMULAS[f"_foreach_{_name}_"] = (_foreach, ())
-for _name in ("_foreach_norm", "_foreach_max", "_foreach_copy_", "_foreach_zero_"):
-    FORMULAS[_name] = (_foreach, ())
 
 
 @formula("_amp_foreach_non_finite_check_and_unscale_ (self found_inf inv_scale)")

@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from stepscope.analysis.costs.op_calls import (
-    FORMULAS,
-    ITEM_BYTES,
-    UNSEEN,
-    Call,
-    NotKnown,
-    Tensor,
-    Work,
-    broadcast,
-    formula,
-    words,
-)
+from stepscope.analysis.costs.op_calls import UNSEEN, Call, NotKnown, Tensor, Work, broadcast, formula, words
 
 # Views, allocations and queries: no kernel.
 FREE = words("""
@@ -60,6 +49,7 @@ _TO_FLOAT = words("""
 """)
 
 
+@formula(f"{' '.join(f'{name} {name}_' for name in _ARITY)} ()")
 def _elementwise(call: Call) -> Work:
     """Reads the tensors among the first `arity` arguments; a tensor after them is `out`."""
     base = call.name.removesuffix("_")
@@ -116,11 +106,7 @@ def _widest(dtypes: list[str]) -> str:
     names = {name for name in dtypes if _rank(name) == rank}
     if names == {"float16", "bfloat16"}:
         return "float32"
-    return max(sorted(names), key=lambda name: ITEM_BYTES.get(name, 0))
-
-
-for _name in _ARITY:
-    FORMULAS[_name] = FORMULAS[_name + "_"] = (_elementwise, ())
+    return max(sorted(names), key=lambda name: Tensor((), name).num_bytes or 0)
 
 
 # Copies and fills

@@ -31,20 +31,15 @@ def colors() -> list[dict[str, str]]:
     return [{"name": titles[name], "color": own.get(name, GREY), "group": groups[name]} for name in NAMES]
 
 
-def phase_colors(phases: pl.Series) -> pl.Series:
-    """Return the colors of phases; null is a step."""
-    return _by_name(phases.cast(pl.String).fill_null("step"), lambda name: _NUMBER.get(name, _NUMBER["step"]))
-
-
-def kernel_colors(classes: pl.Series) -> pl.Series:
-    """Return the colors of GPU work by its class."""
-    return _by_name(classes.cast(pl.String).fill_null("other"), lambda name: _NUMBER.get(name, _NUMBER["other"]))
+def named_colors(names: pl.Series, default: str = "other") -> pl.Series:
+    """Return the colors of phases or classes of GPU work by their name."""
+    return _by_name(names.cast(pl.String).fill_null(default), lambda name: _NUMBER.get(name, _NUMBER[default]))
 
 
 def host_colors(host: pl.DataFrame) -> pl.Series:
     """Return the colors of host events: ops and labels by phase, the rest by kind."""
     kinds = host["kind"].cast(pl.String).replace_strict(_KINDS, default=host["phase"].cast(pl.String))
-    return kernel_colors(kinds)
+    return named_colors(kinds)
 
 
 def module_colors(modules: pl.Series) -> pl.Series:

@@ -10,7 +10,7 @@ import polars as pl
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor
-from stepscope.document.timeline.colors import host_colors, kernel_colors, module_colors, phase_colors, range_colors
+from stepscope.document.timeline.colors import host_colors, module_colors, named_colors, range_colors
 from stepscope.document.timeline.lanes import Lanes, depths, events_of
 from stepscope.formatting import plural, safe
 
@@ -36,9 +36,9 @@ def lanes_of(linked: Linked) -> Lanes:
 
 def _add_steps(lanes: Lanes, linked: Linked) -> None:
     steps, phases = linked.steps.table, linked.steps.phases
-    of_steps = phase_colors(pl.repeat(None, steps.height, dtype=pl.String, eager=True))
-    tables = {"steps": (steps, of_steps), "phases": (phases, phase_colors(phases["phase"]))}
-    known = {name: frame.with_columns(color=color) for name, (frame, color) in tables.items() if frame.height}
+    names = {"steps": pl.repeat("step", steps.height, eager=True), "phases": phases["phase"]}
+    tables = {name: frame for name, frame in (("steps", steps), ("phases", phases)) if frame.height}
+    known = {name: frame.with_columns(color=named_colors(names[name], "step")) for name, frame in tables.items()}
     if parts := [events_of(frame, name, lane) for lane, (name, frame) in enumerate(known.items())]:
         lanes.add("steps", "Steps and phases" if steps.height else "Phases", "on the host", parts, len(parts))
 
@@ -95,7 +95,7 @@ def _add_device(lanes: Lanes, linked: Linked) -> None:
         frame.with_row_index("place").with_columns(pl.col(*_STREAM).fill_null(0))
         for frame in (linked.device, linked.trace.device_ranges)
     )
-    work = work.select(*_STREAM, "start_ns", "end_ns", "place", "activity", color=kernel_colors(work["class"]))
+    work = work.select(*_STREAM, "start_ns", "end_ns", "place", "activity", color=named_colors(work["class"]))
     names = linked.trace.facts.devices
     is_communication = pl.col("activity") == "communication"
     # A stream with only communication is shown once, as communication.
@@ -124,7 +124,7 @@ def _add_host_communication(lanes: Lanes, linked: Linked) -> None:
     if found.is_empty():
         found = host.filter(pl.col("event").is_in(linked.trace.collectives["event"].implode()))
     if found.height:
-        color = kernel_colors(pl.repeat("communication", found.height, eager=True))
+        color = named_colors(pl.repeat("communication", found.height, eager=True))
         events = found.select("start_ns", "end_ns", place="row", color=color)
         lanes.add_beside("communication", "Communication", "collectives on the host", events, "host", is_copy=True)
 
