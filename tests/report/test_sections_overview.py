@@ -15,7 +15,7 @@ from stepscope.document.build import SECTIONS, section_of, title_of, verdict_of
 from stepscope.document.card import Card
 from stepscope.document.model import Bars, Facts, Findings, Missing, Table
 from stepscope.document.sections import overview
-from stepscope.document.sections.shared import MOST_POINTS, thinned, thinning
+from stepscope.document.tables import MOST_POINTS, thinned, thinning
 from stepscope.errors import TraceError
 from stepscope.findings.diagnose import diagnose
 from stepscope.session import Session, open_session

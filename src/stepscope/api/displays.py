@@ -28,7 +28,7 @@ BUILDERS = {
     "SweepSummary": "sweep_table:sweep_document",
     "Tuning": "tuning:tuning_document",
     "Verification": "verification:verification_document",
-    "WhatIf": "what_if:what_if_document",
+    "WhatIf": "findings:what_if_document",
 }  # class name → the function in `document/` that makes its document
 _LONGEST = 160
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from stepscope.document.card import Card
 from stepscope.document.model import Document, Missing, Section
-from stepscope.document.sections.shared import mapping
+from stepscope.document.tables import mapping
 from stepscope.document.verdict import trace_verdict
 from stepscope.errors import WRONG_KIND, RecordingError, TraceError, Unavailable, wrong_kind
 from stepscope.findings.diagnose import diagnose

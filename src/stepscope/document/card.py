@@ -80,7 +80,6 @@ class Card(Shown):
 
 
 def card_document(card: Card) -> Document:
-    """Return the card as a document of one section."""
     folder, summary = card.recording.folder, card.summary
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     has_trace = (card.recording.facts.get("trace") or {}).get("file")

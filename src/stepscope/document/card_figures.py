@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepscope.analysis.time.phases import IDLE
 from stepscope.analysis.time.summary import Summary
 from stepscope.devices import nearest_names
 from stepscope.document.model import Fact
-from stepscope.document.precision_settings import precision_words
 from stepscope.document.verdict import rounded
 from stepscope.formatting import count, milliseconds, percent, plural, shortened, significant, size
 from stepscope.formatting import flops as as_flops
@@ -20,6 +19,8 @@ NOISY_SPREAD = 0.20
 """If p10 to p90 spans more of the median than this, the median alone does not describe the steps."""
 _REASON_WIDTH = 110
 _LEAST_IDLE_SHARE = 0.05
+_MATMUL = {"highest": "float32 matrix products run in float32", "high": "float32 matrix products may use TF32",
+           "medium": "float32 matrix products may use TF32 or bf16"}  # fmt: skip
 
 
 def figures(recording: Recording, summary: Summary) -> Iterator[Fact]:
@@ -200,3 +201,25 @@ def _compiler(recording: Recording) -> Iterator[Fact]:
         yield Fact("CUDA graphs", f"{graphs['num_recorded']:,} recorded", f"at most {sizes}")
     if left := sum(max(0, len(compiler[name]) - MAX_NAMES) for name in ("graph_breaks", "recompiles")):
         yield Fact("compiler", f"{left} more in compile.json")
+
+
+def precision_words(settings: Mapping[str, Any], on_gpu: bool) -> tuple[str, str]:
+    """Return what applies to float32 products, and the other settings.
+
+    >>> precision_words({"float32_matmul_precision": "high", "cuda.matmul.allow_tf32": True}, on_gpu=True)
+    ('float32 matrix products may use TF32', 'float32_matmul_precision high')
+    """
+    said = str(settings.get("float32_matmul_precision"))
+    value = _MATMUL.get(said, f"float32_matmul_precision {said}")
+    if not on_gpu:
+        return value, f"float32_matmul_precision {said}"
+    if (is_tf32 := settings.get("cuda.matmul.allow_tf32")) is not None and is_tf32 != (said != "highest"):
+        value = _MATMUL["high" if is_tf32 else "highest"]  # torch.backends.cuda.matmul.fp32_precision has its own say
+    rest = [f"float32_matmul_precision {said}"]
+    if (cudnn := settings.get("cudnn.allow_tf32")) is not None:
+        rest.append(f"cuDNN {'with' if cudnn else 'without'} TF32")
+    for low in ("bf16", "fp16"):
+        allowed = settings.get(f"cuda.matmul.allow_{low}_reduced_precision_reduction")
+        if allowed is not None:
+            rest.append(f"split {low} products summed in {low if allowed else 'fp32'}")
+    return value, ", ".join(rest)

@@ -52,7 +52,6 @@ def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return what was found, in a sentence or two."""
     if len(comparison.pairs) == 1:
         return _pair_sentence(comparison.pairs[0], comparison)
     changes = [pair.change("step_time") for pair in comparison.pairs]
@@ -289,7 +288,6 @@ def _delta(table: Parts, delta: float) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a setting's value as text."""
     if value is None:
         return "none"
     if isinstance(value, float):

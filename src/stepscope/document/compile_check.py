@@ -24,7 +24,6 @@ def check_json(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checks_document(rows: Sequence[Mapping[str, Any]]) -> Document:
-    """Return a section for each check."""
     axes = [{"preset": row["preset"], **row["config"], **row["run"]} for row in rows]
     varying = list(varying_axes(axes)[0])
     titles = []

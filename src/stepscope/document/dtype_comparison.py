@@ -25,7 +25,6 @@ _OWNERS = {
 
 
 def dtypes_document(comparisons: Sequence[DtypeComparison]) -> Document:
-    """Return all comparisons, a section for each configuration."""
     sections = []
     for one in comparisons:
         name = " ".join(safe(word) for word in (one.workload, one.preset) if word)

@@ -1,13 +1,15 @@
-"""Builds the findings of a diagnosis as a part of a document."""
+"""Builds the findings of a diagnosis, and the answer to a what-if, as documents."""
 
 from __future__ import annotations
 
 import shlex
 
-from stepscope.document.model import Document, FindingCard, Findings, Section, Table
+from stepscope.document.model import Document, Fact, Facts, FindingCard, Findings, Part, Section, Table
+from stepscope.document.tables import columns_of
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding, saving_texts
 from stepscope.findings.fixes import FIXES
+from stepscope.findings.what_if import WhatIf
 from stepscope.formatting import duration, percent, plural
 
 LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a problem, even if no rule names it
@@ -54,21 +56,27 @@ def _card(finding: Finding, step_ns: float | None, recording: str | None) -> Fin
     if recording is not None and finding.id in FIXES and finding.is_provable:
         prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
     saving, saving_of = saving_texts(finding, step_ns)
-    evidence = []
+    tables = []
     for number, found in enumerate(finding.evidence):
         if found.rows:
             columns = {name: [row.get(name) for row in found.rows] for name in found.rows[0]}
-            evidence.append(Table(f"{finding.id}-{number}", found.table, columns, num_shown=3))
-    return FindingCard(
-        id=finding.id,
-        sentence=finding.sentence,
-        saving=saving,
-        saving_of=saving_of,
-        confidence=finding.confidence,
-        fix=finding.fix,
-        prove=prove,
-        derived=finding.derived,
-        how_to_check=finding.falsified_by,
-        evidence=tuple(evidence),
-        places=finding.places,
-    )
+            tables.append(Table(f"{finding.id}-{number}", found.table, columns, num_shown=3))
+    return FindingCard(**vars(finding), saving=saving, saving_of=saving_of, prove=prove, tables=tuple(tables))
+
+
+def what_if_document(answer: WhatIf) -> Document:
+    """Return the step before and after the change, and what the change saves."""
+    replays = {"in the trace": answer.traced, "replayed": answer.before}
+    verdict = ""
+    if answer.is_changed:
+        replays["changed"] = answer.after
+        saved = answer.before.done_ns - answer.after.done_ns
+        share = abs(saved) / answer.before.done_ns if answer.before.done_ns else 0.0
+        word = "saves" if saved >= 0 else "costs"
+        verdict = f"The change {word} {duration(abs(saved), 3)} per step ({percent(share)})."
+    names = "step_time_ns:step_ns until_gpu_is_done_ns:done_ns gpu_work_ns:device_ns host_ns"
+    columns = {"step": [*replays], **columns_of(replays.values(), names)}
+    work = f"Mean over {plural(answer.num_steps, 'step')} with {plural(answer.num_work, 'piece')} of GPU work."
+    parts: list[Part] = [Table("replay", "Time per step", columns, note=work)]
+    parts += [Facts(tuple(Fact("note", note) for note in answer.notes))] if answer.notes else []
+    return Document("what-if", verdict, (Section("replay", "", tuple(parts)),))

@@ -124,7 +124,6 @@ def _treemap(found: Account, alive: Sequence[Alive], split: str) -> Iterator[Tre
 
 
 def module_title(module: str | None) -> str:
-    """Return a module's name for people."""
     return OUTSIDE if module is None else module or "the model itself"
 
 
@@ -136,7 +135,6 @@ def _what(each: Alive) -> str:
 
 
 def in_words(name: str | None) -> str:
-    """Return an owner, a phase or a place for people."""
     if name is None or name == REMAINDER:
         return "unknown" if name is None else NO_TENSOR
     return safe(name if name == BEFORE_THE_WINDOW else name.replace("_", " "))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stepscope.display import Shown
+from stepscope.findings.finding import Finding
 
 Value = float | int | str | bool | None
 
@@ -70,25 +71,17 @@ class Table(Part):
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows there are."""
         return len(next(iter(self.columns.values()), ()))
 
 
-@dataclass(frozen=True)
-class FindingCard:
-    """One cause as people read it: what it costs, what to change, how to prove it."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class FindingCard(Finding):
+    """A finding as people read it."""
 
-    id: str
-    sentence: str
     saving: str  # what the fix saves: `up to 3.43 ms`, `1.20 GiB`, `unknown`
     saving_of: str  # what that is of: `per step (5.1 %) and 1.20 GiB of the peak`, `of the peak`
-    confidence: str
-    fix: str
     prove: str | None  # the command that tries the fix; None if it cannot be applied from outside
-    derived: str
-    how_to_check: str
-    evidence: tuple[Table, ...]
-    places: tuple[tuple[int, int], ...] = ()  # where to look on the timeline: `start_ns` and `end_ns`, the best first
+    tables: tuple[Table, ...]  # the evidence
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ _HIDDEN_FACTS = ("dropped_share", "dropped_flops")
 
 
 def sweep_document(sweep: SweepSummary, command: str | None = None) -> Document:
-    """Return the table of a sweep with its notes."""
     facts = (*([Fact("command", command)] if command else []), *_notes(sweep))
     verdict = f"{plural(len(sweep.points), 'point')}: {statuses_text(sweep)}."
     return Document("sweep", verdict, (Section("points", "", (_points(sweep), Facts(facts))),))
@@ -163,7 +162,6 @@ def _notes(sweep: SweepSummary) -> Iterator[Fact]:
 
 
 def statuses_text(sweep: SweepSummary) -> str:
-    """Return how many points have each status."""
     return ", ".join(f"{number} {status}" for status, number in sweep.num_by_status.items())
 
 

@@ -25,7 +25,6 @@ _STOPPED = {
 
 
 def turned_text(turned: Mapping[str, Any]) -> str:
-    """Return the knobs that differ from the defaults, as they are typed."""
     return " ".join(f"{name}={safe(value, 40)}" for name, value in turned.items()) or DEFAULTS
 
 
@@ -43,7 +42,6 @@ def trial_line(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
 
 
 def tuning_document(tuning: Tuning) -> Document:
-    """Return what `stepscope tune` shows."""
     parts: list[Part] = [Facts(tuple(_facts(tuning)))]
     parts += [_frontier(tuning)] if tuning.frontier else []
     parts += [_path(tuning)] if tuning.moves else []

@@ -38,7 +38,6 @@ def verification_document(found: Verification) -> Document:
 
 
 def headline(found: Verification) -> str:
-    """Return what was found, in a sentence or two."""
     if len(found.fixes) == 1:
         return _sentence(found.fixes[0])
     counts = Counter(sorted((each.status for each in found.fixes), key=_ORDER.index))

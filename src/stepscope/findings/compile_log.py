@@ -11,10 +11,8 @@ __all__ = ["compile_entries", "compile_report", "count_of"]
 
 
 def compile_entries(case: Case, what: str) -> list[dict[str, Any]]:
-    """Return one of the lists in `compile.json`."""
     return entries(compile_report(case), what)
 
 
 def compile_report(case: Case) -> dict[str, Any]:
-    """Return `compile.json`."""
     return dict(case.recording.compiler or {}) if case.has_recording else {}

@@ -48,7 +48,6 @@ class CompilerReport:
 
 
 def compiler_report(case: Case) -> CompilerReport:
-    """Return what torch.compile did in a recording or a trace."""
     report, notes = compile_report(case), []
     summary = compiler_summary(report, case.clean_ns) if report else None
     calls = if_available(lambda: case.compiled_regions)

@@ -72,7 +72,6 @@ class Diagnosis(Shown):
 
 
 def all_rules() -> Iterator[Rule]:
-    """Yield every rule, sorted by id."""
     found = [module.name for module in walk_packages(rules.__path__, f"{rules.__name__}.") if not module.ispkg]
     for name in sorted(found, key=lambda name: name.rpartition(".")[2]):
         module = import_module(name)
@@ -80,7 +79,6 @@ def all_rules() -> Iterator[Rule]:
 
 
 def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
-    """Return the diagnosis of every rule that is not suppressed."""
     every = list(all_rules())
     unknown = set(suppressed) - {rule.id for rule in every}
     if unknown:

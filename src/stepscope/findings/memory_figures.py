@@ -24,7 +24,6 @@ def alive_bytes(case: Case, num_elements: int, item_bytes: tuple[int, ...] = (2,
 
 
 def is_worth_bytes(case: Case, saving_bytes: int | None) -> bool:
-    """Return whether a memory saving is large enough to report."""
     return bool(saving_bytes) and (saving_bytes or 0) >= max(_LEAST_BYTES, _WORTH_SHARE * case.memory.peak_bytes)
 
 

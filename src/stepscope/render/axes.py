@@ -16,7 +16,6 @@ _ROOM_FOR_MARKS = 1.25  # how far an axis goes above its largest value, for thre
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """Return the values that are there and can be drawn."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 

@@ -20,7 +20,6 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 def csv_of(table: Table) -> str:
-    """Return all rows of a table below a header."""
     return csv_text(table.columns)
 
 

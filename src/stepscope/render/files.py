@@ -68,7 +68,6 @@ def need(package: str) -> None:
 
 
 def missing(package: str) -> MissingDependencyError:
-    """Return the error that says how to install a package."""
     return MissingDependencyError(f"{package} is not installed. Run: pip install {_EXTRAS.get(package, package)}")
 
 

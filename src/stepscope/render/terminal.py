@@ -67,7 +67,6 @@ class _Terminal:
         return [self.bold(safe(heading(title)))] if title else []
 
     def _below(self, text: str) -> list[str]:
-        """Return a remark below something."""
         return [self.dim(line) for line in wrapped(text, self.width, "  ", "  ")]
 
     def _facts(self, part: Facts) -> Iterator[str]:
@@ -153,11 +152,11 @@ class _Terminal:
         yield from [f"{self.bold(title)}{first[len(title) :]}", *rest]
         yield from wrapped(card.sentence, self.width, "   ", "   ")
         fields = {"Fix": card.fix, "Prove it": card.prove, "Derived from": card.derived}
-        for label, text in {**fields, "How to check": card.how_to_check}.items():
+        for label, text in {**fields, "How to check": card.falsified_by}.items():
             if text:
                 first, *rest = wrapped(text, self.width, f"   {label:<{_LABEL}}", " " * (3 + _LABEL))
                 yield from [f"   {self.dim(first[3 : 3 + _LABEL])}{first[3 + _LABEL :]}", *rest]
-        for table in card.evidence:
+        for table in card.tables:
             num_rows = min(table.num_rows, table.num_shown)
             more = f", {table.num_rows - num_rows} more in --json" if table.num_rows > num_rows else ""
             yield self.dim(f"   Evidence: {safe(table.title)}{more}")

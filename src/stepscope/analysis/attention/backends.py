@@ -74,7 +74,6 @@ def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, .
 
 
 def backend_of(op: str) -> str:
-    """Return the backend whose op has this name."""
     return next((name for name in ("flash", "efficient", "cudnn", "flex") if name in op), "math")
 
 
@@ -85,7 +84,6 @@ def inputs_of(op: str, tensors: Sequence[Operand]) -> list[Any]:
 
 
 def at(items: Sequence[Any], place: int | None) -> Any:
-    """Return an item by its position, None if there is none."""
     return items[place] if place is not None and place < len(items) else None
 
 

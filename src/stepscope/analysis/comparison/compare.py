@@ -206,7 +206,6 @@ def _tables(base: Subject, new: Subject) -> tuple[list[Table], list[Missing]]:
 
 
 def _reasons(lacking: list[tuple[str, str | None]]) -> str:
-    """Return why one side, or both, lack something."""
     reasons = [why or "not there" for _, why in lacking]
     if len(reasons) == 2 and reasons[0] == reasons[1]:
         return f"both: {reasons[0]}"

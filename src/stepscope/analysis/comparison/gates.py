@@ -27,9 +27,11 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class GateResult(Gate):
+class GateResult:
     """The result of a gate for one pair."""
 
+    metric: str
+    limit_share: float
     pair: str | None  # the point's name; null if there is one pair
     status: str
     """`passed`, `failed`, or `undecided`: not comparable, missing, too few samples, or too noisy for the limit."""

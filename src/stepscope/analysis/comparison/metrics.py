@@ -55,8 +55,6 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric of one side."""
-
     value: float
     samples: tuple[float, ...] | None = None
     """Times of single steps in order, from which the value follows; None if there is one figure per run and no test.
@@ -89,7 +87,6 @@ class Change:
 
 
 def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: float) -> Change:
-    """Return one metric's change and its verdict."""
     share = new.value / base.value - 1 if base.value else None
     is_large = new.value != base.value and (share is None or abs(share) > threshold_share)
     fell, rose = metric.words

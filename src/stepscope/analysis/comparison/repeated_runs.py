@@ -89,7 +89,6 @@ def _common(values: Sequence[Any]) -> Any:
 
 
 def _spread(runs: Sequence[Subject]) -> list[str]:
-    """Return how much the runs vary, with each run's time."""
     steps = [run.measures["step_time"].value for run in runs if "step_time" in run.measures]
     if len(steps) < 2:
         return []

@@ -167,7 +167,6 @@ def _counts(num_first: int, num_second: int) -> tuple[int, ...]:
 
 
 def _medians(ordered: Sequence[float], side: int) -> list[float]:
-    """Return medians of resamples."""
     return [(ordered[low] + ordered[high]) / 2 for low, high in _middle_places(len(ordered), side)]
 
 

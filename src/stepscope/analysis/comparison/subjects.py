@@ -128,7 +128,6 @@ def _context(recording: Recording, summary: Summary) -> dict[str, Any]:
 
 
 def environment_context(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return versions, device and settings by name."""
     plain = {name: value for name, value in environment.items() if name not in _NOT_CONTEXT}
     variables = environment.get("variables")
     return {**plain, **(variables if isinstance(variables, dict) else {})}

@@ -46,5 +46,4 @@ def sweep_json(sweep: SweepSummary) -> dict[str, Any]:
 
 
 def hash_of(sweep: SweepSummary) -> str:
-    """Return one hash for all rows."""
     return hashlib.sha256("".join(point.hash for point in sweep.points).encode("utf-8", "replace")).hexdigest()[:12]

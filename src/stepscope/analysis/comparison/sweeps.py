@@ -99,7 +99,6 @@ class SweepSummary(Shown):
 
 
 def known_limits(name: str) -> tuple[Device | None, Ceilings | None]:
-    """Return a device's limits from its vendor, and as measured."""
     return find_device(name), load_ceilings(name)
 
 

@@ -74,7 +74,6 @@ def trace_subject(analysis: Analysis, name: str) -> Subject:
 
 
 def has_gpu(ranks: Sequence[RankAccount]) -> bool:
-    """Return whether the traces have GPU work."""
     return any(rank.gpu_time.busy_ns for rank in ranks)
 
 

@@ -96,7 +96,6 @@ def tuning_of(
     log: Mapping[str, Any],
     limits: Limits = known_limits,
 ) -> Tuning:
-    """Return the figures of a tuning from its rows and its search's `log`."""
     rows = list(rows)
     summaries = dict(zip((row["hash"] for row in rows), sweep_of(rows, environments, limits).points))
     first = [row for row in rows if row["tune"]["role"] not in (AGAIN, BESIDE)]

@@ -56,8 +56,6 @@ UNSEEN = Tensor((), None)  # A result of unknown size: its bytes are None
 
 
 class Work(NamedTuple):
-    """The result of a formula."""
-
     flops: int | None
     reads: list[Tensor]
     writes: list[Tensor]

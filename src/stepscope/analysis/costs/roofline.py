@@ -82,7 +82,6 @@ def roofline(linked: Linked, device_name: str | None) -> pl.DataFrame:
 
 
 def roofline_summary(rows: pl.DataFrame) -> RooflineSummary:
-    """Return a roofline's time by limit."""
     total = int(rows["total_ns"].sum())
     known = rows.filter((pl.col("flops") > 0) | pl.col("bytes").is_not_null())
     by_bound = dict(rows.group_by("bound").agg(pl.col("total_ns").sum()).iter_rows())
@@ -146,7 +145,6 @@ def costed_calls(linked: Linked) -> pl.DataFrame:
 
 
 def _cost(kernel: str | None, name: str | None, *texts: str | None) -> tuple[int | str | None, ...]:
-    """Return FLOPs, bytes, dtype and peak dtype of a call."""
     name, kernel = name or "", kernel or ""
     if _PLAIN_FUSED.search(name):
         ops = set(fused_ops(name))

@@ -118,7 +118,6 @@ def bandwidth(num_bytes: pl.Expr, duration_ns: pl.Expr) -> pl.Expr:
 
 
 def _traffic() -> pl.Expr:
-    """Return the bytes that cross the device's memory."""
     return pl.col("bytes") * pl.when(pl.col("what") == "device_to_device").then(2).otherwise(1)
 
 

@@ -19,8 +19,6 @@ _MOST_EXPERTS = 1024
 
 @dataclass(frozen=True)
 class Router:
-    """A router that assigns tokens to experts."""
-
     num_tokens: int
     num_experts: int
     num_chosen: int  # experts per token

@@ -34,7 +34,6 @@ class Levels:
 
     @classmethod
     def of(cls, allocations: Iterable[tuple[Mapping[str, Any], int]]) -> Levels:
-        """Return the levels from allocations with their sizes."""
         level, changes = 0, []
         for each, size in allocations:
             born, died = each.get("born"), each.get("died")
@@ -81,7 +80,6 @@ class Levels:
 
 
 def on_device(memory: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Levels]:
-    """Return the allocations of `memory["device"]`, and their levels."""
     mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
     return mine, Levels.of((each, each["bytes"]) for each in mine)
 

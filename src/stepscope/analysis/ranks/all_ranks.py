@@ -65,7 +65,6 @@ class AcrossRanks:
 
 
 def across_ranks(accounts: Sequence[RankAccount]) -> AcrossRanks:
-    """Return how the ranks affect each other through collectives."""
     matched = side_by_side.match_collectives({account.rank: account.collectives for account in accounts})
     clocks = side_by_side.clock_alignment(matched, {account.rank: account.base_time_ns for account in accounts})
     table = side_by_side.rank_table({account.rank: account.gpu_time for account in accounts})

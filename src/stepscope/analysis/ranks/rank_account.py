@@ -71,12 +71,10 @@ class RankAccount:
 
 
 def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
-    """Return the account of a trace, or of one of its steps."""
     return account_of(link(trace), rank, step)
 
 
 def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccount:
-    """Return the account of a linked trace."""
     trace = linked.trace
     if step is not None:
         if step not in linked.steps.table["step"]:

@@ -32,7 +32,6 @@ class Modules:
 
 
 def find_modules(host: pl.DataFrame) -> Modules:
-    """Return every module call in a trace."""
     for source, kind, prefix in (("ranges", "annotation", MODULE_PREFIX), ("stacks", "python", STACK_PREFIX)):
         calls = host.select("row", "name").filter(host["kind"] == kind)
         calls = calls.filter(matches(calls["name"], "^" + re.escape(prefix)))

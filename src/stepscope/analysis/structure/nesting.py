@@ -49,10 +49,8 @@ def last_started(host: pl.DataFrame, threads: pl.Series, times_ns: pl.Series) ->
 
 
 def is_named(host: pl.DataFrame, names: Collection[str]) -> pl.Series:
-    """Return which events have one of the names."""
     return host["name"].is_in(pl.Series(sorted(names), dtype=host.schema["name"]).implode())
 
 
 def is_aten_op(host: pl.DataFrame) -> pl.Series:
-    """Return which events are ATen ops."""
     return (host["kind"] == "op") & matches(host["name"], "^aten::")

@@ -53,7 +53,6 @@ class Steps:
 
 
 def find_steps(host: pl.DataFrame) -> Steps:
-    """Return steps and phases from the nested host table."""
     annotations = host.filter(pl.col("kind") == "annotation").with_columns(pl.col("name").cast(pl.String))
     main = _main_thread(host, annotations)
     is_main_op = (host["kind"] == "op") & (host["thread"] == (_NO_THREAD if main is None else main))
@@ -166,7 +165,6 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
 
 
 def _labeled(annotations: pl.DataFrame) -> tuple[dict[str, pl.DataFrame], str]:
-    """Return the intervals that labels assign to phases."""
     ours = annotations.filter(pl.col("name").str.starts_with(PHASE_PREFIX))
     if not ours.is_empty():
         phase = pl.col("name").str.strip_prefix(PHASE_PREFIX)
@@ -182,7 +180,6 @@ def _labeled(annotations: pl.DataFrame) -> tuple[dict[str, pl.DataFrame], str]:
 
 
 def _phases(host: pl.DataFrame, sets: dict[str, pl.DataFrame]) -> pl.DataFrame:
-    """Return host time in phases."""
     bounds = spans(host, ~host["kind"].is_in(_UNTIMED))
     if bounds.is_empty():
         return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "phase": pl.Enum(PHASES)})

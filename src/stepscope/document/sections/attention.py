@@ -103,7 +103,6 @@ def _calls(calls: Sequence[Mapping[str, Any]], whose: str) -> Table:
 
 
 def backend_name(call: Mapping[str, Any]) -> str:
-    """Return the backend of a call as it is written."""
     return BACKENDS.get(call["backend"], str(call["backend"]))
 
 

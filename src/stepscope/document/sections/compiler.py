@@ -57,7 +57,6 @@ def parts(session: Session) -> tuple[Part, ...]:
 
 
 def compiler_document(report: CompilerReport) -> Document:
-    """Return what torch.compile did in a session."""
     verdict = summary_verdict(report.summary) if report.summary else ""
     told = summary_parts(report.summary) if report.summary else ()
     section = Section("compiler", "Compiler", (*told, *_regions(report), *map(Text, report.notes)))
@@ -100,16 +99,10 @@ def summary_parts(summary: CompilerSummary) -> Iterator[Part]:
         )
         below = ("what_changed", "seen", "function")
         yield Table("recompiled_for", "what was recompiled, and the values seen", columns, below=below)
-    entries: dict[str, Sequence[Mapping[str, Any]]] = {
-        "graph_breaks": summary.graph_breaks,
-        "recompile_limit_hits": summary.limit_hits,
-        "dynamic_dimensions": summary.dynamic_dimensions,
-        "cuda_graph_skips": summary.cuda_graph_skips,
-        "failures": summary.failures,
-    }
-    for name, (title, names) in _LISTS.items():
-        yield from _list(name, title, entries[name], names)
-    if none := [title for name, (title, _) in _LISTS.items() if not entries[name]]:
+    entries = {id: getattr(summary, id.removeprefix("recompile_")) for id in _LISTS}
+    for id, (title, names) in _LISTS.items():
+        yield from _list(id, title, entries[id], names)
+    if none := [title for id, (title, _) in _LISTS.items() if not entries[id]]:
         yield Text(f"None seen: {', '.join(none)}.")
     yield from map(Missing, summary.untold)
     names = "function:frame num_compiles"

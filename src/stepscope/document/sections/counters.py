@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepscope.document.model import Fact, Facts, Lines, Mark, Missing, Part, Series, Table, Text
-from stepscope.document.sections.shared import mapping, thinned, thinning
-from stepscope.document.tables import columns_of, plain, without_empty
+from stepscope.document.tables import columns_of, mapping, plain, thinned, thinning, without_empty
 from stepscope.errors import Unavailable
 from stepscope.formatting import cell, percent, plural, significant
 from stepscope.session import Session

@@ -41,7 +41,6 @@ def parts(session: Session) -> tuple[Part, ...]:
 
 
 def no_gpu(account: RankAccount) -> str:
-    """Return why a trace has no GPU work, and what to do about it."""
     return _CUT_OFF if account.is_cut_off else _NO_GPU
 
 

@@ -190,7 +190,6 @@ def _growth(found: Growth, names: Sequence[str], num_rows: int) -> Section:
 
 
 def _sides(names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """Return the bytes of both recordings under their names."""
     return {f"{name}_bytes": [row.bytes[side] for row in rows] for side, name in enumerate(names)}
 
 

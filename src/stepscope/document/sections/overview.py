@@ -9,8 +9,8 @@ from typing import Any
 from stepscope.document.card import Card
 from stepscope.document.findings import findings_part
 from stepscope.document.model import Fact, Facts, Missing, Part, Text
-from stepscope.document.sections.shared import known, mapping
 from stepscope.document.sections.time import STEP_SOURCES, gpu_time_parts, step_parts_of_summary, step_parts_of_trace
+from stepscope.document.tables import known, mapping
 from stepscope.document.trace_facts import caveats, trace_facts
 from stepscope.errors import Unavailable
 from stepscope.findings.diagnose import Diagnosis

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import polars as pl
 
 from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dtype, products_by_dtype
+from stepscope.document.card_figures import precision_words
 from stepscope.document.model import Bars, Fact, Facts, Missing, Part, Series, Table
-from stepscope.document.precision_settings import precision_words
 from stepscope.document.sections.memory import live_table
-from stepscope.document.sections.shared import known, mapping
-from stepscope.document.tables import columns_of, table_of
+from stepscope.document.tables import columns_of, known, mapping, table_of
 from stepscope.errors import Unavailable
 from stepscope.findings.gemms import gemm_calls
 from stepscope.formatting import average, duration, percent, size

@@ -11,8 +11,7 @@ from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.ranks.side_by_side import REASONS
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text, Value
-from stepscope.document.sections.shared import mapping
-from stepscope.document.tables import columns_of, plain, table_of
+from stepscope.document.tables import columns_of, mapping, plain, table_of
 from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import RecordingError, Unavailable
 from stepscope.formatting import cell, percent, plural

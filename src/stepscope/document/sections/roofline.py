@@ -96,7 +96,6 @@ def _with_classes(account: RankAccount) -> pl.DataFrame:
 
 
 def _worth(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows that are drawn."""
     return rows.filter(pl.col("time_share") >= LEAST_SHARE).head(MOST_DOTS)
 
 
@@ -113,7 +112,6 @@ def _coverage(drawn: pl.DataFrame, rows: pl.DataFrame) -> str:
 
 
 def _flops(rows: pl.DataFrame, limits: Limits | None) -> Iterator[Part]:
-    """Yield the roofline itself."""
     found = rows.filter(pl.col("flops") > 0, pl.col("intensity") > 0, pl.col("flops_per_s") > 0)
     drawn = _worth(found)
     others = float(rows.filter(pl.col("flops") == 0, pl.col("bytes") > 0)["time_share"].sum())

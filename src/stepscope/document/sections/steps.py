@@ -13,9 +13,8 @@ from stepscope.analysis.time.step_samples import Outlier, TimedStep
 from stepscope.analysis.time.summary import Summary, clean_step_ns
 from stepscope.document.card_figures import step_facts
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text
-from stepscope.document.sections.shared import MOST_POINTS, mapping, thinned, thinning
 from stepscope.document.sections.time import STEP_SOURCES
-from stepscope.document.tables import columns_of, table_of
+from stepscope.document.tables import MOST_POINTS, columns_of, mapping, table_of, thinned, thinning
 from stepscope.document.verdict import verdict
 from stepscope.errors import Unavailable
 from stepscope.formatting import duration, milliseconds, percent, plural

@@ -38,7 +38,6 @@ _NO_DEVICE = (
 
 
 def sweep_report(sweep: Sweep) -> Document:
-    """Return the report of a sweep's rows."""
     summary = sweep_of(list(sweep.rows), sweep.environments)
     layout = layout_of(summary, sweep.rows)
     facts = dict.fromkeys(f"fact_{name}" for point in summary.points for name in point.facts)
@@ -183,7 +182,6 @@ def _axis_columns(point: PointSummary) -> dict[str, str]:
 
 
 def _varying(sweep: SweepSummary) -> list[str]:
-    """Return the columns of the axes that vary."""
     columns: dict[str, str] = {}
     for point in sweep.points:
         columns |= _axis_columns(point)

@@ -61,7 +61,6 @@ def layout_of(sweep: SweepSummary, rows: Sequence[Mapping[str, Any]]) -> Layout:
 
 
 def axis_of(points: Sequence[PointSummary], name: str) -> Axis:
-    """Return an axis with its values in order."""
     values: list[Any] = list(dict.fromkeys(point.axes.get(name) for point in points))
     is_numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     if is_numeric:

@@ -123,7 +123,6 @@ class _Facet:
         return Lines(f"{self.key}-lines", title, x, measure.name, tuple(series), (), "lines", *how, caption=caption)
 
     def _at_the_end(self) -> str:
-        """Return the figures at the largest x."""
         x, measure = self.axis.name, self.measure
         last = max(point.axes[x] for point in self.points)
         there = [point for point in self.points if point.axes[x] == last]

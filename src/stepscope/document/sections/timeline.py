@@ -32,7 +32,6 @@ _DELTAS = ("start", "end", "launch", "time", "allocated", "reserved")  # columns
 
 
 def parts(session: Session) -> tuple[Timeline]:
-    """Return the timeline of the first rank."""
     return (timeline_of(session.linked),)
 
 

@@ -24,7 +24,6 @@ class Branch:
         self.inner: dict[str, Branch] = {}
 
     def add(self, path: Sequence[str], value: int, color: str | None = None) -> None:
-        """Add a value at the end of a path of names."""
         branch = self
         branch.total += value
         for name in path:

@@ -43,7 +43,6 @@ class Bytes:
         return {"at": at, "bytes": len(data)}
 
     def joined(self) -> bytes:
-        """Return everything that was appended."""
         return bytes(self._data)
 
 
@@ -57,7 +56,6 @@ class Clock:
 
     @classmethod
     def of(cls, start_ns: int, end_ns: int) -> Clock:
-        """Return the clock of a window."""
         length, most = max(1, end_ns - start_ns), _MODULUS - 1
         return cls(start_ns, max(1.0, length / most), min(most, length))
 

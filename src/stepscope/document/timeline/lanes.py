@@ -42,7 +42,6 @@ class Lanes:
 
     @property
     def num(self) -> int:
-        """Return the number of lanes of all tracks."""
         return sum(track.num_lanes for track in self.tracks)
 
     def leave_out(self, num_events: int, text: str) -> None:

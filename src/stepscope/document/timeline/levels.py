@@ -23,8 +23,6 @@ that are not kept."""
 
 @dataclass(frozen=True)
 class Kept:
-    """Which events are drawn individually."""
-
     is_kept: pl.Series
     steps: list[int]  # steps of which all events are kept
     least_ns: int | None  # the shortest event kept elsewhere; None: no others, or all
@@ -75,7 +73,6 @@ def levels(events: pl.DataFrame, is_kept: pl.Series, total: int, most_blocks: in
 
 
 def _pieces(events: pl.DataFrame, width: int) -> pl.DataFrame:
-    """Return each event as a block of its own."""
     busy, cell = pl.col("end") - pl.col("start"), pl.col("start") // width
     pieces = events.with_columns(cell=cell, busy=busy, num=pl.lit(1, pl.UInt32))
     return pieces.select("lane", "cell", "color", "start", "end", "busy", "num")
@@ -89,7 +86,6 @@ _SUMS = (pl.col("start").min(), pl.col("end").max(), pl.col("busy").sum(), pl.co
 
 
 def _merged(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return one piece per cell and color."""
     return pieces.group_by("lane", "cell", "color").agg(*_SUMS)
 
 

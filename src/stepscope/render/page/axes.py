@@ -41,7 +41,6 @@ def rounded(values: Sequence[float | None]) -> list[float | None]:
 
 
 def on(axis: Axis, values: Sequence[float | None]) -> list[float | None]:
-    """Return values in the unit of an axis, with six digits."""
     return rounded(axis.scaled(values))
 
 

@@ -22,9 +22,9 @@ def _card(card: FindingCard, has_timeline: bool) -> str:
         rows.append(("prove it", f"<pre><code>{escape(card.prove)}</code></pre>"))
     if card.derived:
         rows.append(("derived from", f"<p>{escape(card.derived)}</p>"))
-    rows.append(("how to check", f"<p>{escape(card.how_to_check)}</p>"))
+    rows.append(("how to check", f"<p>{escape(card.falsified_by)}</p>"))
     body = "".join(f"<dt>{title}</dt><dd>{content}</dd>" for title, content in rows)
-    evidence = "".join(map(_evidence, card.evidence))
+    evidence = "".join(map(_evidence, card.tables))
     button = ""
     if card.places and has_timeline:
         spans = " ".join(f"{start}-{end}" for start, end in card.places)

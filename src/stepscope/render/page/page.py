@@ -31,7 +31,6 @@ _TIMELINE = ("timeline_data.js", "timeline_draw.js", "timeline_details.js", "tim
 
 
 def page_of(report: Document) -> str:
-    """Return the page."""
     body = _Body(report)
     sections = "".join(body.section(section) for section in report.sections)
     sources = ["".join(map(_asset, names)) for names in (_SCRIPTS, _TIMELINE)]
@@ -60,8 +59,6 @@ def page_of(report: Document) -> str:
 
 
 class _Body:
-    """Collects the sections as HTML, and the data for the scripts."""
-
     def __init__(self, report: Document) -> None:
         self.data: dict[str, Any] = {"tables": [], "charts": [], "explorers": [], "timeline": None}
         self.blobs: list[str] = []

@@ -25,7 +25,6 @@ def drawn_apart(names: Sequence[object], room: int) -> list[str]:
 
 @cache
 def _signs() -> frozenset[int]:
-    """What the font can draw."""
     from matplotlib.font_manager import findfont, get_font
 
     return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())

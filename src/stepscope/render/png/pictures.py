@@ -69,7 +69,6 @@ _DRAWERS: dict[type[Chart], Callable[[Any, Any], None]] = {
 
 
 def _head(figure: Figure, chart: Chart, lines: Sequence[str]) -> None:
-    """The title, and below it what is seen."""
     top = 1 - 0.10 / HEIGHT_INCHES
     figure.text(0.012, top, drawn(heading(chart.title), 110), ha="left", va="top", fontsize=14, fontweight="bold")
     for number, line in enumerate(lines):
