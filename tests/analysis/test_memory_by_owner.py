@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memories import a_step, tensor, transformer
 from stepscope.analysis.memory.account import MAX_POINTS, account
+from stepscope.analysis.memory.allocator_events import trace_memory
 from stepscope.analysis.memory.by_owner import alive_at_peak, known_split, levels_by
-from stepscope.analysis.memory.trace_events import trace_memory
 from stepscope.analysis.structure.links import link
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, needs_traces

@@ -11,9 +11,8 @@ from hypothesis import given
 from any_trace import any_trace
 from memories import MIB, TRAIN, snapshot
 from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, Account, account
-from stepscope.analysis.memory.allocator_events import memory_summary
+from stepscope.analysis.memory.allocator_events import memory_summary, trace_memory
 from stepscope.analysis.memory.snapshot import SnapshotEnd, devices_of, snapshot_memory
-from stepscope.analysis.memory.trace_events import trace_memory
 from stepscope.analysis.structure.links import link
 from stepscope.errors import Unavailable
 from stepscope.trace.reader import read_trace

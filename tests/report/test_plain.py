@@ -7,8 +7,7 @@ from pathlib import Path
 
 from hostile_names import NAMES, report
 from stepscope.document.model import Axis, Document, Explorer, Figure, Section, Table, Timeline
-from stepscope.render.json_values import plain_of
-from stepscope.render.write import write_report
+from stepscope.render.write import plain_of, write_report
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "report.md"
 

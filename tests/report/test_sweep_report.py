@@ -9,15 +9,14 @@ import pytest
 
 from hostile_names import NAMES
 from stepscope import report
-from stepscope.analysis.comparison.sweep_records import hash_of
-from stepscope.analysis.comparison.sweeps import sweep_of
+from stepscope.analysis.comparison.sweeps import hash_of, sweep_of
 from stepscope.document.model import Bars, Chart, Explorer, Facts, Heat, Lines, Missing, Scatter, Table, Text
 from stepscope.document.sections.sweep import sweep_report
 from stepscope.document.sections.sweep_axes import layout_of
 from stepscope.errors import RecordingError
-from stepscope.render.json_values import plain_of
 from stepscope.render.markdown.markdown import markdown_of
 from stepscope.render.page.page import page_of
+from stepscope.render.write import plain_of
 from stepscope.trace.sweep_file import Sweep, read_sweep
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200"

@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from stepscope.analysis.comparison.sweep_records import sweep_json
-from stepscope.analysis.comparison.sweeps import sweep_of
+from stepscope.analysis.comparison.sweeps import sweep_json, sweep_of
 from stepscope.document.model import Table
 from stepscope.document.sweep_table import grid_document, records_table, row_line, sweep_document
 from stepscope.render.csv import csv_of

@@ -14,7 +14,7 @@ from sweep_runs import exit_code  # noqa: E402
 
 from stepscope.cli.bench_compile import EXIT_NOT_SAME  # noqa: E402
 from stepscope.cli.main import main  # noqa: E402
-from stepscope.document.compile_check import check_json, checks_document  # noqa: E402
+from stepscope.document.sections.compiler import check_json, checks_document  # noqa: E402
 from stepscope.render.terminal import terminal_text  # noqa: E402
 from stepscope.sweep import prepare  # noqa: E402
 from stepscope.sweep.checks import compile_check  # noqa: E402

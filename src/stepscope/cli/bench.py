@@ -85,8 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _answer(ran: Ran) -> Answer:
-    from stepscope.analysis.comparison.sweep_records import sweep_json
-    from stepscope.analysis.comparison.sweeps import sweep_of
+    from stepscope.analysis.comparison.sweeps import sweep_json, sweep_of
     from stepscope.document.sweep_table import sweep_document
 
     sweep = sweep_of(ran.rows, ran.environments)

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Check and print; 0 if all compiled configurations compute what eager ones do."""
     need_torch()
-    from stepscope.document.compile_check import check_json, checks_document
+    from stepscope.document.sections.compiler import check_json, checks_document
     from stepscope.sweep.checks.compile_runs import check_compile, parse_shapes
 
     workload, points = typed_points(arguments, FLAGS, mode="forward+backward", compile="default", steps=5)

@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
         session = open_session(arguments.path, progress=progress)
         result = _result(session)
     if session.kind is Kind.SWEEP:
-        from stepscope.analysis.comparison.sweep_records import sweep_json
+        from stepscope.analysis.comparison.sweeps import sweep_json
         from stepscope.document.sweep_table import sweep_document
 
         print_document(lambda: sweep_document(result), lambda: sweep_json(result), arguments.json, is_wide=True)

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stepscope.analysis.comparison import sweeps
 from stepscope.analysis.comparison.significance import MIN_SAMPLES
-from stepscope.analysis.comparison.sweep_records import hash_of, record_of
-from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary, varying_axes
+from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary, varying_axes
 from stepscope.analysis.time.statistics import Distribution
 from stepscope.document.model import Document, Fact, Facts, Section, Table, Value
 from stepscope.formatting import count, milliseconds, percent, plural, safe, significant, size, whole_percent
@@ -27,7 +27,7 @@ def sweep_document(sweep: SweepSummary, command: str | None = None) -> Document:
 
 def records_table(sweep: SweepSummary) -> Table:
     """Return every axis and every figure of every point: what `results.csv` has."""
-    records = [record_of(point) for point in sweep.points]
+    records = [sweeps.record_of(point) for point in sweep.points]
     names = dict.fromkeys(name for record in records for name in record)
     return Table("results", "Results", {name: [record.get(name) for record in records] for name in names})
 
@@ -142,7 +142,7 @@ def _notes(sweep: SweepSummary) -> Iterator[Fact]:
     if any(point.is_tied for point in points):
         yield Fact(TIED, "not measurably slower: the 95 % intervals of the medians overlap")
     if any(point.is_noisy for point in points):
-        yield Fact(NOISY, f"noisy: p90 − p10 exceeds {whole_percent(NOISY_SHARE)} of the median")
+        yield Fact(NOISY, f"noisy: p90 − p10 exceeds {whole_percent(sweeps.NOISY_SHARE)} of the median")
     if differs:
         yield Fact(DIFFERENT, f"not the same computation: {differs}")
     if any(p.is_best for p in points) and any(p.time and p.time.num_samples < MIN_SAMPLES for p in points):
@@ -158,7 +158,7 @@ def _notes(sweep: SweepSummary) -> Iterator[Fact]:
     parameters = same_parameters(sweep)
     devices = dict.fromkeys(str(point.device_name) for point in points if point.device_name)
     fixed = [*constants_of(sweep), *([] if parameters is None else [f"{parameters:,} parameters"]), *devices]
-    yield Fact("same in all", f"{', '.join(fixed)} [{hash_of(sweep)}]")
+    yield Fact("same in all", f"{', '.join(fixed)} [{sweeps.hash_of(sweep)}]")
 
 
 def statuses_text(sweep: SweepSummary) -> str:

@@ -21,8 +21,8 @@ from stepscope.analysis.kernels.nan_checks import nan_checks
 from stepscope.analysis.kernels.recomputed import recomputed
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.account import account as account_for_memory
+from stepscope.analysis.memory.allocator_events import trace_memory
 from stepscope.analysis.memory.left_behind import MemoryGrowth, growth_between_steps, growth_in_window
-from stepscope.analysis.memory.trace_events import trace_memory
 from stepscope.analysis.precision.casts import casts
 from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.rank_account import RankAccount, account_of, device_name

@@ -277,7 +277,7 @@ class Session:
                 f"{self.path} has neither a memory window nor a trace, as after a run with --no-memory or one that "
                 "ended early. Record one with `stepscope run train.py`"
             ) from None
-        from stepscope.analysis.memory.trace_events import trace_memory
+        from stepscope.analysis.memory.allocator_events import trace_memory
 
         return trace_memory(linked)
 

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stepscope.analysis.comparison.sweep_records import record_of
-from stepscope.analysis.comparison.sweeps import OK, SweepSummary, sweep_of
+from stepscope.analysis.comparison.sweeps import OK, SweepSummary, record_of, sweep_of
 from stepscope.errors import RecordingError, Unavailable
 from stepscope.trace.kind import STUDY_FILE, Kind, kind_of
 from stepscope.trace.sweep_file import Sweep, read_sweep

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from stepscope.analysis.comparison.significance import (
-    MIN_RUNS,
-    MIN_SAMPLES,
-    Difference,
-    difference,
-    difference_of_runs,
-)
+from stepscope.analysis.comparison.significance import MIN_RUNS, MIN_SAMPLES, difference, difference_of_runs
 from stepscope.analysis.time.statistics import quantile
 
 THRESHOLD_SHARE = 0.02  # smaller changes are of no practical importance, even if significant (`--threshold`)
@@ -91,8 +85,7 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
     is_large = new.value != base.value and (share is None or abs(share) > threshold_share)
     fell, rose = metric.words
     verdict = (rose if new.value > base.value else fell) if is_large else SAME
-    found: Difference | None = None
-    num_samples: tuple[int, int] | None = None
+    found = num_samples = None
     ends: tuple[float | None, float | None] = (None, None)
     if base.samples is not None and new.samples is not None:
         num_samples = len(base.samples), len(new.samples)

@@ -9,8 +9,6 @@ from math import prod
 
 from stepscope.analysis.costs.op_calls import UNSEEN, Call, NotKnown, Tensor, Work, formula
 
-# Norms
-
 
 def _statistics(source: Tensor, *shape: int) -> Tensor:
     """Return a mean or deviation: float32 for smaller dtypes, as on a GPU."""
@@ -120,9 +118,6 @@ def _scatter(call: Call) -> Work:
     if "add" in call.name or "reduce" in call.name:
         reads.append(touched)
     return Work(0, reads, [touched], target.dtype)
-
-
-# Pools and losses
 
 
 @formula("""

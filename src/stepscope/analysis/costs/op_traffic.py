@@ -109,8 +109,6 @@ def _widest(dtypes: list[str]) -> str:
     return max(sorted(names), key=lambda name: Tensor((), name).num_bytes or 0)
 
 
-# Copies and fills
-
 _BESIDE = {"native_dropout": "bool", "_fused_dropout": "bool", "sort": "int64", "cummax": "int64", "cummin": "int64"}
 
 
@@ -191,9 +189,6 @@ def _filled(call: Call) -> Work:
 def _concatenate(call: Call) -> Work:
     parts = call.tensors("tensors")
     return Work(0, parts, [part.like() for part in parts], parts[0].dtype)
-
-
-# Reductions
 
 
 @formula("""

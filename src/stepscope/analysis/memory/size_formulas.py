@@ -49,7 +49,6 @@ def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Sequence[tuple[
 
     Swapped if there are scores (…, first, first) but none (…, second, second).
     """
-
     ranks = [(each.get("dtype") in _INTEGERS and len(each["shape"]) == 2, len(each["shape"])) for each in inputs]
     if not inputs:
         return {}

@@ -28,8 +28,6 @@ _USERS = {
     "optimizer": {"optimizer", "optimizer_step", "optim", "opt", "optimizer.step"},
     "data": {"data", "dataloader", "data_loading", "load_data", "next_batch", "wait_for_batch", "get_batch"},
 }
-
-
 LABELS = r"^ProfilerStep#\d+$|^Optimizer\.(step|zero_grad)#|^enumerate\(DataLoader\)#"
 """The profiler's own labels, which old versions recorded as ops."""
 

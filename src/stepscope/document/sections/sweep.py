@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stepscope.analysis.comparison.sweep_records import hash_of, record_of
-from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary, sweep_of
+from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary, hash_of, record_of, sweep_of
 from stepscope.document import model, sweep_table
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
 from stepscope.document.sections import sweep_charts as charts

@@ -26,6 +26,12 @@ def figure_of(chart: Chart) -> dict[str, Any]:
     return _FIGURES[type(chart)](chart)
 
 
+def _trace(
+    kind: str, name: str, x: Sequence[Any], y: Sequence[Any], hover: Sequence[Any], **more: Any
+) -> dict[str, Any]:
+    return {"type": kind, "name": name, "x": x, "y": y, "hoverinfo": "text", "hovertext": hover} | more
+
+
 def _spaced(name: str) -> str:
     return words(name.replace("_", " "))
 
@@ -39,16 +45,9 @@ def _bars(chart: Bars) -> dict[str, Any]:
     data = []
     for series, color in zip(chart.series, colors_of(chart.series)):
         name, texts = _spaced(series.name), texts_of(chart.unit, series)
-        trace: dict[str, Any] = {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "x": on(axis, series.y),
-            "y": list(range(len(labels))),
-            "marker": {"color": color},
-            "hoverinfo": "text",
-            "hovertext": [f"{lines_of_words(label)}<br>{name}: <b>{text}</b>" for label, text in zip(labels, texts)],
-        }
+        hover = [f"{lines_of_words(label)}<br>{name}: <b>{text}</b>" for label, text in zip(labels, texts)]
+        rows, marker = list(range(len(labels))), {"color": color}
+        trace = _trace("bar", name, on(axis, series.y), rows, hover, orientation="h", marker=marker)
         if bars := axes.interval_bars(series, axis):
             trace["error_x"] = bars
         elif is_one:
@@ -89,7 +88,7 @@ def _lines(chart: Lines) -> dict[str, Any]:
     chart = ended(chart)
     x, y = axes_of(chart)
     colors = colors_of(chart.series)
-    data = [_trace(chart, series, color, x, y) for series, color in zip(chart.series, colors) if series.x]
+    data = [_line(chart, series, color, x, y) for series, color in zip(chart.series, colors) if series.x]
     x_axis = axes.figures_axis(x) | {"showspikes": chart.style != "dots"}
     x_axis["unifiedhovertitle"] = {"text": f"{title_of(chart.x)} %{{x}} {x.unit}".rstrip()}
     y_axis = axes.figures_axis(y)
@@ -109,22 +108,15 @@ def _lines(chart: Lines) -> dict[str, Any]:
     return {"data": data, "layout": layout, "narrow": {}, "height": 320}
 
 
-def _trace(chart: Lines, series: Series, color: str, x: Axis, y: Axis) -> dict[str, Any]:
+def _line(chart: Lines, series: Series, color: str, x: Axis, y: Axis) -> dict[str, Any]:
     name = _spaced(series.name)
-    trace: dict[str, Any] = {
-        "type": "scatter",
-        "name": name,
-        "x": on(x, series.x),
-        "y": on(y, series.y),
-        "mode": "lines",
-        "line": {"color": color, "width": 1.8, "shape": "hv" if chart.style in ("steps", "areas") else "linear"},
-        "marker": {"color": color, "size": 6},
-        "hoverinfo": "text",
-        "hovertext": [f"{name}: <b>{text}</b>" for text in texts_of(chart.y, series)],
-    }
+    hover = [f"{name}: <b>{text}</b>" for text in texts_of(chart.y, series)]
+    trace = _trace("scatter", name, on(x, series.x), on(y, series.y), hover, mode="lines")
+    shape = "hv" if chart.style in ("steps", "areas") else "linear"
+    trace |= {"line": {"color": color, "width": 1.8, "shape": shape}, "marker": {"color": color, "size": 6}}
     if chart.style == "dots":
         where = [f"<br>{title_of(chart.x)} {words(cell(chart.x, value))}" for value in series.x]
-        trace |= {"mode": "markers", "hovertext": [text + at for text, at in zip(trace["hovertext"], where)]}
+        trace |= {"mode": "markers", "hovertext": [text + at for text, at in zip(hover, where)]}
     elif chart.style == "lines" and len(series.x) <= _MOST_MARKERS:
         trace["mode"] = "lines+markers"
     elif chart.style == "areas":
@@ -181,27 +173,14 @@ def _scatter(chart: Scatter) -> dict[str, Any]:
     colors = colors_of(tuple(Series(name, (), color=name) for name in groups))
     for (group, dots), color in zip(groups.items(), colors):
         sizes = [round(max(least, _DOT_PIXELS * math.sqrt(max(0.0, dot.weight))), 1) for dot in dots]
-        data.append({
-            "type": "scatter",
-            "mode": "markers",
-            "name": _spaced(group),
-            "x": on(x, [dot.x for dot in dots]),
-            "y": on(y, [dot.y for dot in dots]),
-            "marker": {"color": color, "opacity": 0.75, "size": sizes},
-            "hoverinfo": "text",
-            "hovertext": [_dot_text(chart, dot) for dot in dots],
-        })  # fmt: skip
+        places = on(x, [dot.x for dot in dots]), on(y, [dot.y for dot in dots])
+        hover, marker = [_dot_text(chart, dot) for dot in dots], {"color": color, "opacity": 0.75, "size": sizes}
+        data.append(_trace("scatter", _spaced(group), *places, hover, mode="markers", marker=marker))
     for number, limit in enumerate(chart.limits):
-        data.append({
-            "type": "scatter",
-            "mode": "lines",
-            "name": words(limit.name, 60),
-            "x": on(x, limit.x),
-            "y": on(y, limit.y),
-            "line": {"color": _LIMIT_COLOR, "width": 2, "dash": _DASHES[number % len(_DASHES)]},
-            "hoverinfo": "text",
-            "hovertext": [lines_of_words(limit.name)] * len(limit.x),
-        })  # fmt: skip
+        hover, line = [lines_of_words(limit.name)] * len(limit.x), {"color": _LIMIT_COLOR, "width": 2}
+        line["dash"] = _DASHES[number % len(_DASHES)]
+        places = on(x, limit.x), on(y, limit.y)
+        data.append(_trace("scatter", words(limit.name, 60), *places, hover, mode="lines", line=line))
     layout = {
         "showlegend": True,
         "legend": {"itemsizing": "constant"},

@@ -21,7 +21,6 @@ from stepscope.formatting import heading
 from stepscope.render.files import missing
 from stepscope.render.page import elements
 from stepscope.render.page.elements import escape, with_code
-from stepscope.render.page.explorer_data import explorer_data
 from stepscope.render.page.figures import figure_of
 from stepscope.render.page.finding_cards import findings_html
 
@@ -87,7 +86,7 @@ class _Body:
             case Timeline():
                 return self._timeline(part)
             case model.Explorer():
-                number = self._number("explorers", explorer_data(part))
+                number = self._number("explorers", elements.explorer_data(part))
                 return f'<div class="explorer" data-explorer="{number}"></div>'
         raise TypeError(f"no HTML for {type(part).__name__}")
 

@@ -126,7 +126,7 @@ def _by_memory(one: Recorded) -> str:
 
 def _text(title: str, rows: list[dict[str, Any]]) -> str:
     """Return rows as aligned text, however wide."""
-    from stepscope.render.terminal_tables import table_lines
+    from stepscope.render.terminal import table_lines
 
     lines = table_lines(table("", "", rows, *(rows[0] if rows else ())), len(rows), width=1 << 20)
     return "\n".join([title, "", *lines] if title else lines) + "\n"

@@ -8,7 +8,6 @@ from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_fi
 _FRAGMENTED_SHARE = 0.2  # of reserved memory unused at the peak; less is normal for the allocator
 _FULL_SHARE = 0.7  # of the device's memory; below this, unused memory costs nothing
 _EXPANDABLE = "expandable_segments:True"
-
 _FIGURES = ("allocated_bytes", "reserved_bytes", "device_bytes", "used_bytes", "num_retries", "settings")
 
 
