@@ -1,7 +1,4 @@
-"""Whether a change preserves the losses, step by step.
-
-Uses only the standard library.
-"""
+"""Whether a change preserves the losses, step by step. Uses only the standard library."""
 
 from __future__ import annotations
 

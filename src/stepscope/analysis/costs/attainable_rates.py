@@ -1,10 +1,6 @@
 """Shares of a device's limits that good kernels reach, to compute expected times.
 
-Each is a middle of measurements on an H200 (docs/findings/README.md, "What a kernel can reach"): large cuBLAS GEMMs
-reached 55 to 93 % of the dense peak, 10 to 15 % if a dimension is not a multiple of 16 bytes; flash attention 22 % at
-1,024 positions and 33 % at 4,096 and more; efficient attention 40 % of the float32 peak; elementwise kernels 85 to 90
-% of the bandwidth; embedding's backward, which sorts the indices, 40 to 47 % plus 0.2 ns per index; a compiled
-cross-entropy 41 to 50 %.
+Each is a middle of measurements on an H200 (docs/findings/README.md, "What a kernel can reach").
 """
 
 from __future__ import annotations

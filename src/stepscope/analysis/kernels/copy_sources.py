@@ -1,7 +1,4 @@
-"""Sources of copies: the called op, module and phase, and the bytes moved.
-
-For a trace without GPU work, these are the copies made by the host.
-"""
+"""Sources of copies on the GPU (without GPU work, on the host): the called op, module, phase, and bytes moved."""
 
 from __future__ import annotations
 

@@ -1,23 +1,8 @@
 """The class of every GPU kernel: GEMM, attention, norm, copy, and so on.
 
-Both the launching op and the kernel's name are used, in this order:
-
-1. A memcpy or memset of the driver is `memset_memcpy`.
-2. An Inductor kernel (`triton_poi_fused_…`) is classified by the ops it fuses, see `fused_ops`.
-3. A collective's name (NCCL, RCCL, NVSHMEM, custom all-reduce) is `communication` under every op.
-4. An ATen op decides for all kernels it launches: split-K reductions under `aten::mm` are `gemm`, GEMMs inside a
-convolution are `convolution`, sorts of an embedding's backward are `embedding_index`. Exceptions: fills, copies,
-casts and layout changes under any op, and plain elementwise or reduction kernels under a GEMM, attention or
-convolution (bias gradients, the expanded bias).
-5. For any other op (custom, autograd function), the kernel's name comes first and the op's words second, except that
-everything in an attention, convolution or embedding op belongs to it.
-6. Without an op, the name decides: ordered rules over the whole name, attention before GEMM.
-7. The rest is `other`; its share of time is the unclassified share.
-
-A fused kernel has the class of its slowest op: templates first (attention, convolution, GEMM), then norm, softmax,
-scan, other reductions. In a pointwise kernel, indirect access (embedding, index) comes before arithmetic, and copies
-or fills count only without arithmetic. In `triton_poi_`, reductions are unrolled and count as arithmetic, and a GEMM
-or convolution in the name is only the op whose input or output is prepared.
+An ATen op decides for all kernels it launches: split-K reductions under `aten::mm` are `gemm`, GEMMs inside a
+convolution are `convolution`, sorts of an embedding's backward are `embedding_index`. For any other op (custom,
+autograd function), the kernel's name comes first. A fused kernel has the class of its slowest op.
 
 Conventions: fills are `memset_memcpy`; pooling and losses that sum are `reduction`; cross-entropy is `softmax`;
 `_foreach_` arithmetic is `optimizer`; rotary embeddings are `elementwise`.
@@ -92,6 +77,7 @@ def classify(kernel_name: str, op_name: str | None, kind: str = "kernel") -> str
     if by_op is None or by_name is None:
         return by_name or by_op or UNCLASSIFIED
     if is_aten:
+        # Copies, casts and fills help any op; bias gradients and expanded biases are plain kernels of a library op.
         helps = by_name in _MOVES or (by_name in _PLAIN and by_op in _LIBRARY_WORK)
         return by_name if helps else by_op
     return by_op if by_name in _PARTS.get(by_op, ()) else by_name
@@ -197,6 +183,7 @@ def _class_of_fused(category: str, ops: Iterable[str]) -> str:
     if len(names & {"lerp", "addcmul", "addcdiv"}) >= 2:
         classes.add("optimizer")
     if category in ("poi", "for"):
+        # In pointwise kernels, reductions are unrolled, and copies or fills count only without arithmetic.
         if classes & {"reduction", "fft"}:
             classes.add("elementwise")
         if classes & (_LIBRARY_WORK | {"sort_scan"}) or not classes:

@@ -1,7 +1,4 @@
-"""Links between events: launch and kernel, op and launch, backward and forward, module, step, phase.
-
-`Linked.unlinked` is the share of events that could not be linked.
-"""
+"""Links between events: launch and kernel, op and launch, backward and forward, module, step, phase."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Linked:
     memory: pl.DataFrame  # memory table by time, with `op`, `step`, `phase`, `module`
     steps: Steps
     modules: Modules
-    unlinked: dict[str, Share]
+    unlinked: dict[str, Share]  # events that could not be linked, by kind of link
 
 
 @dataclass(frozen=True)
