@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from stepscope.document.kernel_names import titles_of
 from stepscope.document.model import Bars, Chart, Facts, Lines, Missing, Table, Text
-from stepscope.document.sections.kernels import parts
+from stepscope.document.sections.kernels import parts, titles_of
 from stepscope.document.sections.time import gpu_time_parts
 from stepscope.session import Session, open_session
 from trace_builder import TRACES, TraceBuilder, needs_traces

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from stepscope.formatting import alike, num_common, safe
-
-if TYPE_CHECKING:
-    from stepscope.analysis.ranks.rank_account import RankAccount
 
 _LONGEST_NAME = 1000
 _CALLABLE = re.compile(r"(\w+?)(?:_kernel_cuda|_kernel_impl|_cuda|Functor)\b")
@@ -88,9 +84,3 @@ def _word_at(text: str, place: int) -> str:
     start = max((found.start() for found in re.finditer(r"\b\w", text[: place + 1])), default=place)
     word = re.search(r"\w+", text[start:])
     return word[0][:24] if word else ""
-
-
-def titles_of(account: RankAccount) -> dict[str | None, str]:
-    """Return a short name for every kernel, the same wherever it is shown."""
-    names = account.top_kernels["name"].to_list()
-    return dict(zip(names, kernel_titles([name or "" for name in names])))

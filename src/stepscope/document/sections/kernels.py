@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from stepscope.analysis.ranks.rank_account import RankAccount
-from stepscope.document.kernel_names import titles_of
+from stepscope.document.kernel_names import kernel_titles
 from stepscope.document.model import Bars, Facts, Lines, Missing, Part, Series, Table, Text
 from stepscope.document.tables import table_of
 from stepscope.document.trace_facts import work_facts
@@ -66,6 +66,12 @@ def kernel_table(account: RankAccount) -> Table:
         note="share: of the sum of all durations",
         screen=("kernel", "share", "total_ns", "num_calls", "mean_ns", "p99_ns"),
     )
+
+
+def titles_of(account: RankAccount) -> dict[str | None, str]:
+    """Return a short name for every kernel, the same wherever it is shown."""
+    names = account.top_kernels["name"].to_list()
+    return dict(zip(names, kernel_titles([name or "" for name in names])))
 
 
 def with_titles(account: RankAccount, table: pl.DataFrame, column: str) -> pl.DataFrame:

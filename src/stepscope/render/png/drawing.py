@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepscope.formatting import fit_names, safe
 from stepscope.render.axes import finite, log_ticks, tick_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def drawn(text: object, most: int = 60) -> str:
@@ -42,7 +39,7 @@ def plain_ticks(axis: Any, values: Sequence[float], is_log: bool, exact: bool = 
         axis.set_major_locator(FixedLocator(ticks))
 
 
-def legend(axes: Axes, handles: Sequence[Any], names: Sequence[str], title: str = "") -> None:
+def legend(axes: Any, handles: Sequence[Any], names: Sequence[str], title: str = "") -> None:
     """Names beside the chart, never on it."""
     if not handles:
         return

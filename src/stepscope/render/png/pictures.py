@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepscope.document.model import Bars, Chart, Heat, Lines, Scatter, Tree
 from stepscope.formatting import heading
 from stepscope.render.files import missing
 from stepscope.render.png import charts, trees
 from stepscope.render.png.drawing import drawn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_AN_INCH = 12.0, 7.0, 100
 _CAPTION = 145  # characters a line below the title
@@ -68,7 +65,7 @@ _DRAWERS: dict[type[Chart], Callable[[Any, Any], None]] = {
 }
 
 
-def _head(figure: Figure, chart: Chart, lines: Sequence[str]) -> None:
+def _head(figure: Any, chart: Chart, lines: Sequence[str]) -> None:
     top = 1 - 0.10 / HEIGHT_INCHES
     figure.text(0.012, top, drawn(heading(chart.title), 110), ha="left", va="top", fontsize=14, fontweight="bold")
     for number, line in enumerate(lines):
