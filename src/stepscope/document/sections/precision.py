@@ -22,8 +22,13 @@ _MATMUL = {"fp32": "in float32, without TF32", "tf32": "may run in TF32, on tens
 def parts(session: Session) -> tuple[Part, ...]:
     """Return settings, FLOPs, matrix products, casts and memory by dtype."""
     settings = Facts(known(_settings(session)))
-    found = (*_flops(session), *_products(session), *_casts(session), *_memory(session))
-    return (settings, *found) if settings.rows else found
+    found: list[Part] = [settings] if settings.rows else []
+    for what, build in _TOPICS.items():
+        try:
+            found += build(session)
+        except Unavailable as reason:
+            found.append(Missing(f"{what}: {reason}"))
+    return tuple(found)
 
 
 def _settings(session: Session) -> Iterator[Fact]:
@@ -44,12 +49,10 @@ def _settings(session: Session) -> Iterator[Fact]:
 
 def _flops(session: Session) -> Iterator[Part]:
     if not session.is_recording:
-        yield Missing("FLOPs by dtype: a trace does not have them; `stepscope run train.py` counts them op by op")
-        return
+        raise Unavailable("a trace does not have them; `stepscope run train.py` counts them op by op")
     flops = session.summary.flops
     if flops is None or not flops.hardware_flops:
-        yield Missing("FLOPs by dtype: the run ended before its memory and FLOPs window")
-        return
+        raise Unavailable("the run ended before its memory and FLOPs window")
     rows = flops_by_dtype(flops)
     if len(rows) > 1:
         caption = f"{percent(rows[0]['share'])} of the FLOPs per step are in {rows[0]['dtype']}."
@@ -64,16 +67,10 @@ def _flops(session: Session) -> Iterator[Part]:
 
 
 def _products(session: Session) -> Iterator[Part]:
-    case = session.case
-    try:
-        calls = gemm_calls(case)
-    except Unavailable as reason:
-        yield Missing(f"dtypes of matrix products: {reason}")
-        return
+    calls = gemm_calls(session.case)
     if calls.is_empty():
-        yield Missing("dtypes of matrix products: the traced steps have none with known FLOPs")
-        return
-    table = products_by_dtype(calls, case.num_steps)
+        raise Unavailable("the traced steps have none with known FLOPs")
+    table = products_by_dtype(calls, session.case.num_steps)
     rows = table.to_dicts()
     names = [f"{row['dtype'] or 'an unknown dtype'}{', as tf32' * (row['peak_dtype'] == 'tf32')}" for row in rows]
     if len(rows) > 1:
@@ -86,13 +83,8 @@ def _products(session: Session) -> Iterator[Part]:
 
 
 def _casts(session: Session) -> Iterator[Part]:
-    case = session.case
-    try:
-        case.with_shapes()
-        casts, num_steps = case.casts, case.num_steps
-    except Unavailable as reason:
-        yield Missing(f"casts, and whether autocast was on: {reason}")
-        return
+    session.case.with_shapes()
+    casts, num_steps = session.case.casts, session.case.num_steps
     by_autocast = casts.filter("is_autocast")
     weights = by_autocast.filter("is_weight", pl.col("source") == "float32")
     total_ns = int(casts["duration_ns"].sum()) / num_steps
@@ -111,16 +103,18 @@ def _casts(session: Session) -> Iterator[Part]:
 
 def _memory(session: Session) -> Iterator[Part]:
     if session.is_recording and not session.has_memory_window:
-        yield Missing("memory by dtype: the run ended before its memory window")
-        return
-    try:
-        account = session.memory.account
-    except Unavailable as reason:
-        yield Missing(f"memory by dtype: {reason}")
-        return
+        raise Unavailable("the run ended before its memory window")
+    account = session.memory.account
     found = account.live_at_peak.by_dtype
     if session.memory.source != "recording" or not any(part.name for part in found):
-        yield Missing("memory by dtype: a trace does not have it; `stepscope run train.py` records it")
-        return
+        raise Unavailable("a trace does not have it; `stepscope run train.py` records it")
     title = f"alive at the peak of {size(account.peak_bytes)}, by dtype"
     yield from live_table("dtype", title, found, len(found), id="memory_by_dtype")
+
+
+_TOPICS = {
+    "FLOPs by dtype": _flops,
+    "dtypes of matrix products": _products,
+    "casts, and whether autocast was on": _casts,
+    "memory by dtype": _memory,
+}
