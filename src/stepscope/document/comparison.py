@@ -18,13 +18,9 @@ from stepscope.formatting import average, milliseconds, percent, plural, signifi
 
 MINUS = "−"
 BY = {
-    "phase": "by phase",
-    "module": "by module",
-    "kernel_class": "by kernel class",
-    "op": "by op",
-    "memory": "by what is alive at the peak",
-    "trace": "where it comes from in a trace",
-}
+    "phase": "by phase", "module": "by module", "kernel_class": "by kernel class", "op": "by op",
+    "memory": "by what is alive at the peak", "trace": "where it comes from in a trace",
+}  # fmt: skip
 _LEAST_SHARE_OF_LARGEST = 0.01  # rows that moved less than this share of the one that moved most are shown as one
 
 

@@ -11,20 +11,12 @@ from stepscope.document.tables import columns_of
 from stepscope.formatting import count, duration, flops, plural, safe, size, whole_percent
 
 OWNERS = {
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "gradient": "gradients",
-    "optimizer_state": "optimizer state",
-    "activation": "activations",
-    "autocast_weight_cast": "autocast weight casts",
-    "input": "inputs",
-    "unsharded_parameter": "unsharded parameters",
-    "unsharded_gradient": "unsharded gradients",
-    "communication": "communication buffers",
-    "temporary": "temporaries",
-    "workspace": "workspaces",
+    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
+    "activation": "activations", "autocast_weight_cast": "autocast weight casts", "input": "inputs",
+    "unsharded_parameter": "unsharded parameters", "unsharded_gradient": "unsharded gradients",
+    "communication": "communication buffers", "temporary": "temporaries", "workspace": "workspaces",
     "allocator_rounding": "allocator rounding",
-}
+}  # fmt: skip
 SEARCHED = {"max_batch": "largest batch", "max_seq_len": "longest sequence"}
 SHOWN = ("preset", "batch", "seq_len", "dtype", "mode", "compile", "sdpa", "optimizer")  # knobs that the title names
 DEFAULTS = {"compile": "off", "sdpa": "free", "optimizer": "adamw"}  # values that the title leaves out

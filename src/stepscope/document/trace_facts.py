@@ -14,14 +14,11 @@ from stepscope.formatting import average, duration, percent, plural, safe, short
 
 _MOST_COPIES = 4
 _UNLINKED = {
-    "kernel_to_launch": "kernels to a launch",
-    "launch_to_op": "launches to an op",
-    "kernel_to_op": "kernels to an op",
-    "backward_to_forward": "backward ops to a forward op",
-    "memory_to_op": "memory events to an op",
-    "event_to_step": "GPU events to a step",
+    "kernel_to_launch": "kernels to a launch", "launch_to_op": "launches to an op",
+    "kernel_to_op": "kernels to an op", "backward_to_forward": "backward ops to a forward op",
+    "memory_to_op": "memory events to an op", "event_to_step": "GPU events to a step",
     "kernel_to_module": "kernels to a module",
-}
+}  # fmt: skip
 
 
 def trace_facts(analysis: Analysis) -> Iterator[Fact]:

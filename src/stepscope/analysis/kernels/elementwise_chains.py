@@ -18,8 +18,8 @@ _ALONG = ("memset_memcpy",)
 _WITH_WEIGHT = {f"aten::{name}" for name in ("linear", "matmul", "mm", "addmm", "conv1d", "conv2d", "conv3d")}
 _SCHEMA = {
     "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
-    "ops": pl.List(pl.String()), "roots": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(),
-    "fused_bytes": pl.Int64(), "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
+    "ops": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(), "fused_bytes": pl.Int64(),
+    "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
 }  # fmt: skip
 
 
@@ -36,9 +36,8 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     """Return chains by time, from work with sizes (`with_sizes`); `others` are events that end a chain.
 
     A chain is work of one stream and phase on tensors of one size: elementwise ops and reductions of the last
-    dimension, with only casts, fills and small tensors between. `ops` and `roots` (called by the program) are in
-    order. `fused_bytes` is what they read that none of them wrote, plus the last result; a tensor read twice counts
-    twice, so it is never too low.
+    dimension, with only casts, fills and small tensors between. `fused_bytes` is what they read
+    that none of them wrote, plus the last result; a tensor read twice counts twice, so it is never too low.
     """
     taken = set(others)
     rows: list[tuple[Any, ...]] = []
@@ -110,8 +109,7 @@ def _chain_rows(chain: _Chain | None) -> list[tuple[Any, ...]]:
     return [
         (
             first["phase"], first["step"], first["shape"], given[0].dtype if given else None,
-            [row["op"] for row in chain.members], [row["root_op"] for row in chain.members], len(work),
-            reads + writes, fused, sum(row["duration_ns"] for row in work), [row["event"] for row in work],
-            last["event"],
+            [row["op"] for row in chain.members], len(work), reads + writes, fused,
+            sum(row["duration_ns"] for row in work), [row["event"] for row in work], last["event"],
         )
     ]  # fmt: skip

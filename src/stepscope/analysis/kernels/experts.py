@@ -28,8 +28,6 @@ class Router:
 class Looped:
     """Experts called one after the other, each with its own tokens, in one or several similar layers."""
 
-    op: str
-    weight: tuple[int, int]
     loads: tuple[tuple[int, ...], ...]  # tokens of each call by layer; an expert without tokens may not be called
     calls: tuple[int, ...]  # op rows of all layers
 
@@ -91,9 +89,9 @@ def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
         loads = [rows for rows, _ in calls]
         layers = _layers(loads, given) if len(set(loads)) > 2 else None
         if layers:
-            before = found.get((op, weight), Looped(op, weight, (), ()))
+            before = found.get((op, weight), Looped((), ()))
             numbers = (call for _, call in calls)
-            found[(op, weight)] = Looped(op, weight, (*before.loads, *layers), (*before.calls, *numbers))
+            found[op, weight] = Looped((*before.loads, *layers), (*before.calls, *numbers))
     return list(found.values())
 
 

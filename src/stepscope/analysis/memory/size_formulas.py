@@ -15,14 +15,9 @@ from typing import Any, NamedTuple
 from stepscope.analysis.costs.op_calls import ITEM_BYTES
 
 SYMBOLS = {
-    "B": "batch",
-    "S": "length",
-    "H": "heads",
-    "d": "model width",
-    "ff": "feed-forward width",
-    "V": "vocabulary",
+    "B": "batch", "S": "length", "H": "heads", "d": "model width", "ff": "feed-forward width", "V": "vocabulary",
     "E": "experts",
-}
+}  # fmt: skip
 WEIGHTS = ("parameter", "buffer", "gradient", "optimizer_state", "autocast_weight_cast")
 """Owners whose sizes do not depend on batch and length."""
 MOST_FACTOR = 8  # the most chunks that one storage is taken to hold; smaller dimensions are kernel sizes

@@ -22,13 +22,9 @@ from stepscope.session import Session
 from stepscope.trace.recording import Recording
 
 _TITLES = {
-    "warmup": "warm-up",
-    "clean": "clean",
-    "trace_warmup": "profiler warm-up",
-    "trace": "traced",
-    "memory": "memory and FLOPs",
-    "free": "free",
-}
+    "warmup": "warm-up", "clean": "clean", "trace_warmup": "profiler warm-up", "trace": "traced",
+    "memory": "memory and FLOPs", "free": "free",
+}  # fmt: skip
 """Windows in the order of a run."""
 _DWARFS = 5.0
 """If the longest step is this many times the median, the axis is logarithmic to leave room for the clean steps."""
