@@ -188,9 +188,9 @@ def _entering(session: Session) -> Iterator[Facts]:
 
 def check_json(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a check as JSON values: the row as it was written, and the compiler's figures."""
-    summary = _summary(row)
+    summary = _check_summary(row)
     kept = {name: value for name, value in row.items() if name not in ("compiler_report", "stage")}
-    return {**kept, "verdict": _verdict(row), "compiler": None if summary is None else summary.to_json()}
+    return {**kept, "verdict": _check_verdict(row), "compiler": None if summary is None else summary.to_json()}
 
 
 def checks_document(rows: Sequence[Mapping[str, Any]]) -> Document:
@@ -201,21 +201,21 @@ def checks_document(rows: Sequence[Mapping[str, Any]]) -> Document:
         run = row["run"]
         named = ", ".join(f"{name}={safe(values[name])}" for name in varying if values.get(name) is not None)
         how = named or f"compile={run['compile']}, {run['mode']}, {run['dtype']}, {run['device']}"
-        titles.append(f"{safe(row['workload'])}, {how}: {_verdict(row)}")
-    sections = [Section("check", title, tuple(_parts(row))) for title, row in zip(titles, rows)]
-    counts = ", ".join(f"{number} {verdict}" for verdict, number in Counter(map(_verdict, rows)).items())
+        titles.append(f"{safe(row['workload'])}, {how}: {_check_verdict(row)}")
+    sections = [Section("check", title, tuple(_check_parts(row))) for title, row in zip(titles, rows)]
+    counts = ", ".join(f"{number} {verdict}" for verdict, number in Counter(map(_check_verdict, rows)).items())
     verdict = titles[0] if len(rows) == 1 else f"{len(rows)} checks: {counts}"
     return Document("Compile checks", verdict, tuple(sections))
 
 
-def _verdict(row: Mapping[str, Any]) -> str:
+def _check_verdict(row: Mapping[str, Any]) -> str:
     """Return `same`, `differs`, `does not compile`, or the status of a check that did not finish."""
     if row.get("compiles") is False:
         return "does not compile"
     return VERDICTS.get(str(row["status"]), str(row["status"]))
 
 
-def _summary(row: Mapping[str, Any]) -> CompilerSummary | None:
+def _check_summary(row: Mapping[str, Any]) -> CompilerSummary | None:
     """Return the compiler's figures with the times of the first shape; None if nothing was compiled."""
     report = row.get("compiler_report")
     if not isinstance(report, dict) or not report.get("num_compiles"):
@@ -224,7 +224,7 @@ def _summary(row: Mapping[str, Any]) -> CompilerSummary | None:
     return compiler_summary(report, first.get("compiled_ns"), first.get("eager_ns"))
 
 
-def _parts(row: Mapping[str, Any]) -> Iterator[Part]:
+def _check_parts(row: Mapping[str, Any]) -> Iterator[Part]:
     if row.get("reason"):
         yield Text(safe(row["reason"], 600))
     shapes = [shape for shape in row.get("shapes") or () if "first_call_ns" in shape]
@@ -237,7 +237,7 @@ def _parts(row: Mapping[str, Any]) -> Iterator[Part]:
         is_same=lambda one: bool(one["passed"]),
     )
     yield Table("check_shapes", "Compiled against eager code", without_empty(columns))
-    if (summary := _summary(row)) is not None:
+    if (summary := _check_summary(row)) is not None:
         yield Text(summary_verdict(summary))
         yield from summary_parts(summary)
     if len(row.get("shapes") or ()) == 1 and row["status"] == "ok":
