@@ -31,6 +31,7 @@ UPDATES = (
     Case("updates/post_hook", 40, 8, in_make_test=True),
     Case("updates/new_optimizer", 40, 8, period=10),
     Case("updates/in_turn", 60, 8, period=2, in_make_test=True),
+    Case("updates/hand_foreach", 40, 12, in_make_test=True),
     Case("updates/folds", 60, 8, between=("evaluation",), period=12, in_make_test=True),
     Case("updates/gan_folds", 40, 16, micro_batches=None, updates_per_step=2, period=20, in_make_test=True),
     Case("updates/script_class", 40, 8, in_make_test=True),

@@ -13,6 +13,7 @@ from stepscope.recorder.clock import EVALUATION, FORWARD_OF_ANOTHER, FORWARD_WIT
 from stepscope.recorder.frames import place, script_frames
 
 MAX_PLACES = 16
+FIRST_SEEN = 2  # the step from which on all models are known
 # Functions that call the trained model without gradients. The innermost that matches decides.
 _EVALUATES = re.compile(r"eval|valid|test|predict|estimate|infer")
 _COLLECTS = re.compile(r"rollout|collect|explor|episode|play|select_action|sample_action|choose_action|\bact\b")
@@ -27,7 +28,8 @@ class Between:
         self._optimizers = optimizers
         self._trained: dict[int, bool] = {}  # root -> whether the optimizers have parameters of it
         self._samples = False
-        self._steps_since = 2  # the last forward without gradients that nothing names
+        self._num_steps = 0
+        self._called: dict[int, tuple[int, bool]] = {}  # root -> its last step, and whether it was in the one before
         self._kind: str | None = None  # what forwards without gradients are, until training goes on
 
     def another_optimizer(self) -> None:
@@ -35,7 +37,7 @@ class Between:
         self._trained.clear()
 
     def step_ended(self) -> None:
-        self._steps_since += 1
+        self._num_steps += 1
 
     def training_goes_on(self) -> None:
         """Look again at who calls the next forward without gradients."""
@@ -44,22 +46,30 @@ class Between:
     def label_without_gradients(self, root: nn.Module, is_like_training: Callable[[], bool]) -> str:
         """Return what a forward without gradients is: part of training, an evaluation, or a rollout.
 
-        In training mode, with a batch of the same size and in each step, it makes something to train with: a GAN's
-        fakes, a target.
+        It is part of training if it comes in each step and its model is a teacher, or if it makes something to train
+        with, in training mode and with a batch of the same size: a GAN's fakes, a target.
         """
         if not self._is_trained(root):
-            return FORWARD_OF_ANOTHER
+            return FORWARD_OF_ANOTHER if self._is_in_each_step(root) else self._named() or EVALUATION
         if self._kind is None:
-            self._kind = _kind(frame.f_code.co_name.lower() for frame in script_frames())
+            self._kind = self._named()
             if self._kind is None and root.training:
-                is_in_each_step = self._steps_since <= 1
-                self._steps_since = 0
-                is_part = is_in_each_step and is_like_training()
+                is_part = self._is_in_each_step(root) and is_like_training()
                 unnamed = FORWARD_OF_ANOTHER if is_part else FORWARD_WITHOUT_GRADIENTS
                 self._kind = ROLLOUT if self._samples else unnamed
             self._kind = self._kind or EVALUATION
             self.note_place(self._kind)
         return self._kind
+
+    def _named(self) -> str | None:
+        return _kind(frame.f_code.co_name.lower() for frame in script_frames())
+
+    def _is_in_each_step(self, root: nn.Module) -> bool:
+        step, is_usual = self._called.get(id(root), (FIRST_SEEN, True))
+        if step != self._num_steps:
+            is_usual = self._num_steps - step <= 1
+            self._called[id(root)] = self._num_steps, is_usual
+        return is_usual
 
     def outputs_are_sampled(self) -> None:
         """Forwards without gradients whose outputs are sampled choose actions or words: a rollout."""

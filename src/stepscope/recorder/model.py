@@ -202,6 +202,8 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     BatchSize(num_tokens=1024, num_samples=8)
     >>> batch_size((torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)), {})
     BatchSize(num_tokens=None, num_samples=8)
+    >>> batch_size((torch.zeros(8, 3, 32, 32), torch.zeros(8, 77, dtype=torch.long)), {})
+    BatchSize(num_tokens=None, num_samples=8)
     >>> batch_size((), {"labels": torch.zeros(8, dtype=torch.long), "ids": torch.zeros(8, 16, dtype=torch.long)})
     BatchSize(num_tokens=128, num_samples=8)
     >>> batch_size((torch.zeros(4),), {})  # one state of a simulation
@@ -220,7 +222,8 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     num_samples = int(first.shape[0]) if first.dim() and not is_vector_of_floats else 1
     # Labels may come before the text, and a table of edges or a mask of pixels is not one row of text per sample.
     max_dimensions = 9 if _has_integers(first) else 2
-    for one in tensors:
+    has_pictures = first.dim() > 2 and not _has_integers(first)  # with captions: pairs are counted
+    for one in () if has_pictures else tensors:
         if _has_integers(one) and 2 <= one.dim() <= max_dimensions and one.shape[0] == num_samples:
             return BatchSize(one.numel(), num_samples)
     is_text = len(tensors) == 1 and first.dim() == 1 and _has_integers(first)

@@ -19,9 +19,9 @@ class StepFacts:
     """What is known about the open step besides its times.
 
     A forward counts when a backward reaches it: samples that a GAN draws to look at do not. Calls that share a
-    backward (an unrolled cell, two views of an image) are one micro-batch, of the size of the last; single samples
-    that do are the steps of an episode and add up. Calls with the same input have one batch: a closure that an
-    optimizer calls again.
+    backward (an unrolled cell, two views of an image) are one micro-batch with the samples of the last. Their tokens
+    add up, and so do single samples, the steps of an episode. Calls with the same input have one batch: a closure
+    that an optimizer calls again.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class StepFacts:
         sizes = size.num_tokens or 0, size.num_samples or 0
         before = self._waiting.get(id(root))
         is_single = sizes[1] == 1
-        if before is None or is_single:
+        if before is None or is_single or sizes[0]:
             given = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(given, torch.Tensor):
                 if any(by == id(root) and _is_same(seen(), given) for seen, by in self._inputs[-MAX_INPUTS:]):
                     return size.num_samples
                 self._inputs.append((weakref.ref(given), id(root)))
-        if before is not None and is_single:
-            sizes = before[0] + sizes[0], before[1] + sizes[1]
+        if before is not None:
+            sizes = before[0] + sizes[0], sizes[1] + (before[1] if is_single else 0)
         self._waiting[id(root)] = sizes
         self._roots[id(root)] = weakref.ref(root)
         return size.num_samples

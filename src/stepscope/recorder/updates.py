@@ -8,12 +8,12 @@ version counters and addresses, and a few values for changes through `.data`, wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 MAX_NODES = 200_000
 MAX_WATCHED = 64
@@ -63,12 +63,14 @@ class UpdateWatch:
             return
         self._state, self._gradients = self._counters(), self._gradient_counters()
         self._probed = []
-        if not self._counters_show and not self._relies_on_gradients():
+        # Below a dispatch mode, which the memory window is, torch._foreach_add_ changes no counter.
+        if (not self._counters_show or _get_current_dispatch_mode() is not None) and not self._relies_on_gradients():
             # Not subclasses: comparing sharded tensors would communicate.
             plain = (torch.Tensor, nn.Parameter)
             alive = [leaf for leaf in (one() for one in self._watched) if leaf is not None and type(leaf) in plain]
-            for leaf in sorted(alive, key=torch.Tensor.numel)[:NUM_PROBED]:
-                self._probed.append((weakref.ref(leaf), _values(leaf).clone()))
+            with torch.no_grad(), _disable_current_modes():
+                for leaf in sorted(alive, key=torch.Tensor.numel)[:NUM_PROBED]:
+                    self._probed.append((weakref.ref(leaf), _values(leaf).clone()))
 
     def forget(self) -> None:
         """An optimizer steps: nothing is pending, and nothing is kept."""
@@ -84,7 +86,7 @@ class UpdateWatch:
         elif self._relies_on_gradients():
             if self._gradient_counters() == self._gradients:
                 return False
-        elif any(leaf is not None and not torch.equal(_values(leaf), old) for leaf, old in self._known_values()):
+        elif self._values_differ():
             self._num_by_value += 1
         else:
             return False
@@ -92,8 +94,12 @@ class UpdateWatch:
         self._probed = []
         return True
 
-    def _known_values(self) -> Iterable[tuple[torch.Tensor | None, torch.Tensor]]:
-        return ((one(), old) for one, old in self._probed)
+    def _values_differ(self) -> bool:
+        if not self._probed:
+            return False
+        with torch.no_grad(), _disable_current_modes():
+            known = ((one(), old) for one, old in self._probed)
+            return any(leaf is not None and not torch.equal(_values(leaf), old) for leaf, old in known)
 
     def _relies_on_gradients(self) -> bool:
         first = next((one() for one in self._watched), None)
@@ -117,9 +123,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     """Return a sample of a tensor's values."""
-    with torch.no_grad():
-        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
-        return flat[:: max(1, flat.numel() // MAX_VALUES)][:MAX_VALUES]
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+    return flat[:: max(1, flat.numel() // MAX_VALUES)][:MAX_VALUES]
 
 
 def _parameters(leaves: list[torch.Tensor]) -> list[torch.Tensor]:

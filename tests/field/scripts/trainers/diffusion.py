@@ -11,7 +11,7 @@ from PIL import Image
 num_steps = int(sys.argv[1])
 torch.manual_seed(0)
 Path("images").mkdir()
-for i in range(100):
+for i in range(104):
     Image.fromarray(np.full((16, 16, 3), 2 * i, dtype=np.uint8)).save(f"images/{i}.png")
 model = Unet(dim=8, dim_mults=(1, 2), attn_heads=1, attn_dim_head=8)
 diffusion = GaussianDiffusion(model, image_size=16, timesteps=20, sampling_timesteps=4)
