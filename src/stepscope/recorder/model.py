@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from stepscope.recorder.ledger.nodes import backward_runs
-from stepscope.recorder.patches import Handle, remove_all
 
 MAX_INPUTS = 32  # tensors of a call that are looked at for the size of its batch
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -173,7 +172,7 @@ class CalledRoots:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.found: dict[int, nn.Module] = {}
         self._depth = 0
-        self._handles: list[Handle] = [CallHooks(module, self._enter, self._leave) for module in modules]
+        self._handles = [CallHooks(module, self._enter, self._leave) for module in modules]
 
     def _enter(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         # A module that a checkpoint calls again during backward was called by its model before.
@@ -184,8 +183,14 @@ class CalledRoots:
     def _leave(self, _module: nn.Module) -> None:
         self._depth -= 1
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that are watched."""
+        return [module for hooks in self._handles if (module := hooks.module) is not None]
+
     def remove(self) -> None:
-        remove_all(self._handles)
+        while self._handles:
+            self._handles.pop().remove()
 
 
 class BatchSize(NamedTuple):
@@ -211,9 +216,9 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     """
     if len(args) == 1 and type(args[0]) is torch.Tensor and args[0].dtype == torch.int64 and args[0].dim() > 1:
         return BatchSize(args[0].numel(), args[0].shape[0])  # fast path for language models: this runs at every step
-    named = kwargs.get("input_ids")
-    if isinstance(named, torch.Tensor) and named.dim() > 1:
-        return BatchSize(named.numel(), int(named.shape[0]))
+    named = list(_input_ids((args, kwargs)))
+    if named:
+        return BatchSize(sum(map(torch.Tensor.numel, named)), int(named[0].shape[0]))
     tensors = list(islice(_tensors((*args, *kwargs.values())), MAX_INPUTS))
     if not tensors:
         return BatchSize(None, None)
@@ -228,6 +233,17 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
             return BatchSize(one.numel(), num_samples)
     is_text = len(tensors) == 1 and first.dim() == 1 and _has_integers(first)
     return BatchSize(first.numel() if is_text else None, num_samples)
+
+
+def _input_ids(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the texts of a batch: one, or a column each of the pairs that a sentence encoder compares."""
+    if isinstance(value, dict):
+        named = value.get("input_ids")
+        if isinstance(named, torch.Tensor) and named.dim() > 1:
+            yield named
+    elif depth and isinstance(value, (list, tuple)):
+        for one in islice(value, MAX_INPUTS):
+            yield from _input_ids(one, depth - 1)
 
 
 def _has_integers(tensor: torch.Tensor) -> bool:
