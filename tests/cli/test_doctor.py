@@ -13,7 +13,7 @@ import pytest
 from stepscope import devices
 from stepscope.cli import doctor
 from stepscope.cli.main import main
-from stepscope.recorder.cpu import cpu_name
+from stepscope.recorder.machine.cpu import cpu_name
 from stepscope.version import __version__
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
@@ -132,7 +132,7 @@ def test_an_unknown_gpu_is_not_guessed(run, tmp_path, monkeypatch):
 
 def test_measure_keeps_the_ceilings_and_sets_them_against_the_peak(capsys, monkeypatch):
     pytest.importorskip("torch")
-    from stepscope.recorder import ceilings
+    from stepscope.recorder.machine import ceilings
 
     def measured(device, progress):
         progress("copy")

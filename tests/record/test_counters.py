@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fake_nvml import UUID, build_fake_nvml
 
-from stepscope.recorder import counters
-from stepscope.recorder.counters import CounterSampler
-from stepscope.recorder.nvml import NvmlUnavailable
+from stepscope.recorder.machine import counters
+from stepscope.recorder.machine.counters import CounterSampler
+from stepscope.recorder.machine.nvml import NvmlUnavailable
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
 
@@ -166,7 +166,7 @@ def test_a_forked_child_neither_samples_nor_writes(tmp_path, library):
 import os, sys, time, warnings
 warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads, which is the point here
 sys.path.insert(0, {str(SOURCE_FOLDER)!r})
-from stepscope.recorder import counters
+from stepscope.recorder.machine import counters
 
 counters.FLUSH_NS = 10**18
 sampler = counters.CounterSampler.start({str(path)!r}, {UUID!r}, 0.002, {library!r})

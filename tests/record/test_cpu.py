@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from stepscope.recorder.cpu import cpu_name, last_level_cache_bytes, num_cores
+from stepscope.recorder.machine.cpu import cpu_name, last_level_cache_bytes, num_cores
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import UUID, build_fake_nvml
 
-from stepscope.recorder.nvml import THROTTLE_REASONS, ComputeProcess, Nvml, NvmlUnavailable
+from stepscope.recorder.machine.nvml import THROTTLE_REASONS, ComputeProcess, Nvml, NvmlUnavailable
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
 
@@ -150,7 +150,7 @@ class OnlyTheStandardLibrary:
 
 sys.meta_path.insert(0, OnlyTheStandardLibrary())
 sys.path.insert(0, {str(SOURCE_FOLDER)!r})
-import stepscope.recorder.counters, stepscope.recorder.cpu, stepscope.recorder.nvml
+import stepscope.recorder.machine.counters, stepscope.recorder.machine.cpu, stepscope.recorder.machine.nvml
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-I", "-c", code], check=True)

@@ -33,8 +33,8 @@ from typing import Any
 
 from stepscope import devices
 from stepscope.errors import MissingDependencyError
-from stepscope.recorder.cpu import cpu_name
-from stepscope.recorder.nvml import Nvml, NvmlUnavailable
+from stepscope.recorder.machine.cpu import cpu_name
+from stepscope.recorder.machine.nvml import Nvml, NvmlUnavailable
 from stepscope.version import __version__
 
 INSTALL_TORCH = "pip install torch"
@@ -119,7 +119,7 @@ def _look_at_nvml() -> tuple[dict[str, str | None] | None, str | None, list[dict
 
 
 def _measure_each(found: list[dict[str, Any]]) -> None:
-    from stepscope.recorder.ceilings import measure_ceilings
+    from stepscope.recorder.machine.ceilings import measure_ceilings
 
     kinds = {device["name"]: device["device"] for device in reversed(found) if device["device"] != "gpu"}
     for name, device in kinds.items():

@@ -11,7 +11,7 @@ import torch
 from stepscope.devices.peaks import Device
 from stepscope.planner.tracing import Traced
 from stepscope.recorder.clock import BACKWARD, OPTIMIZER
-from stepscope.recorder.environment import allows_tf32, products_in_tf32
+from stepscope.recorder.machine.environment import allows_tf32, products_in_tf32
 
 _NO_SLOWER = {"fp64": "fp32", "bf16": "fp16"}
 """A dtype that every device multiplies at least as fast, used if the first has no peak in the table."""

@@ -13,12 +13,12 @@ from torch import nn
 from stepscope.recorder import files
 from stepscope.recorder.clock import Clock
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
-from stepscope.recorder.counters import CounterSampler
-from stepscope.recorder.environment import environment_facts, float32_matmul, gpu_uuid, memory_facts
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.memory_window import MemoryProbe
+from stepscope.recorder.machine.counters import CounterSampler
+from stepscope.recorder.machine.environment import environment_facts, float32_matmul, gpu_uuid, memory_facts
+from stepscope.recorder.machine.nvml import NvmlUnavailable
 from stepscope.recorder.model import is_compiled, parameter_facts
-from stepscope.recorder.nvml import NvmlUnavailable
 from stepscope.recorder.precision.settings import precision_settings
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.trace import TraceProbe

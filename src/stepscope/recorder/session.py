@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -18,18 +17,17 @@ from stepscope.recorder.clock import (
     EVALUATION,
     Clock,
     TimedStep,
-    read_device_ns,
 )
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.processes.rank import rank_and_world_size
+from stepscope.recorder.samples import Samples
 from stepscope.recorder.step_facts import StepFacts
 from stepscope.recorder.steps import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.windows import Windows
 
 PROGRESS_INTERVAL_NS = 10_000_000_000
-FLUSH_NS = 250_000_000
 # How long a run with --exit-after goes on after its windows: the windows hold up prefetching and periodic work.
 LEAST_FREE_STEPS, LEAST_FREE_NS = 20, 1_000_000_000
 MOST_FREE_STEPS, MOST_FREE_NS = 300, 15_000_000_000
@@ -93,15 +91,12 @@ class Session:
         self.phase = self._loop.phase
         self.stop_listening = self._loop.stop_listening
         self._roots = self._loop.roots
-        self._samples = files.LineFile(folder / files.SAMPLES_FILE)
-        self._pending: list[TimedStep] = []  # steps whose device times have not been read yet
+        self._samples = Samples(folder)
         self._step = 0
         self._window = self._windows.at(0)
         self._free_ns = 0
         self._forwards_ns: list[int] = []  # forwards that ended a step: the steps of inference, or an evaluation
         self._source: str | None = None  # what ended the first step
-        self._lines: list[str] = []
-        self._flushed_ns = 0
         self._is_closed = False
         self._begun: list[tuple[TimedStep, StepFacts, int]] = []  # the first steps, and how much they compiled
         self._restarts = False  # when the open step ends
@@ -154,13 +149,12 @@ class Session:
         probes.guard("ending the window", probes.stop_windows)
         self.suspend()
         probes.guard("stopping the probes", probes.stop_all)
-        probes.guard("reading device times", self._read_pending)
+        probes.guard("reading device times", partial(self._samples.read_pending, probes, self._clock))
         probes.guard(
             "reading the memory counters",
             lambda: probes.read_facts(self._roots.modules, self._loop.optimizers.values()),
         )
         self._roots.forget()
-        self._flush_lines()
         self._samples.close()
         probes.facts.update(facts)
         probes.guard("writing the recording", lambda: self._write_recording(status))
@@ -175,12 +169,7 @@ class Session:
             # What comes after the last evaluation or checkpoint is the rest of the script, not of the loop.
             tail.host_ns = {name: ns for name, ns in tail.host_ns.items() if name in BETWEEN_STEPS}
             tail.wall_ns = sum(tail.host_ns.values())
-            self._write_aside("tail", tail)
-
-    def _write_aside(self, which: str, step: TimedStep) -> None:
-        """Write what the loop did before its first step or after its last one."""
-        times = {"start_ns": step.start_ns, "wall_ns": step.wall_ns, "host_ns": step.host_ns}
-        self._append(json.dumps({which: {**times, "num_times": step.num_times}}))
+            self._samples.add_aside("tail", tail)
 
     def _step_ended(self, boundary: Boundary) -> None:
         if boundary is Boundary.JOIN:
@@ -234,9 +223,7 @@ class Session:
         """Take the last steps as one: several optimizers make up a step, as the second round shows."""
         finder = self._loop.finder
         if finder.num_sources <= finder.most_sources:  # after the like: the second of two GANs
-            first = self._step - finder.num_joined
-            self._pending = [step for step in self._pending if step.index < first]
-            self._append(json.dumps({"joined": finder.num_joined}))
+            self._samples.join(self._step - finder.num_joined, finder.num_joined)
             return
         if not self._step == finder.num_joined == len(self._begun):
             finder.num_earlier -= finder.num_joined - 1
@@ -244,8 +231,7 @@ class Session:
             return
         steps, facts, nums_compiles = zip(*self._begun)
         joined = reduce(TimedStep.joined, steps), reduce(StepFacts.joined, facts), sum(nums_compiles)
-        self._append(json.dumps({"restart": f"a step has {finder.num_sources} optimizers"}))
-        self._pending.clear()
+        self._samples.restart(f"a step has {finder.num_sources} optimizers")
         self._probes.forget_windows()
         del self._forwards_ns[-self._step :]
         self._step, self._window = 0, self._windows.at(0)
@@ -263,10 +249,9 @@ class Session:
         self._probes.guard("restarting", self._probes.stop_windows)
         remove_all(self._trace_handles)
         self._loop.observer = None
-        self._loop.is_free = False
+        self._loop.is_free = self._samples.waits = False
         self._clock.use_device(self._probes.device)
-        self._pending.clear()
-        self._append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
+        self._samples.restart(f"steps are now ended by {self._loop.finder.source}")
         if self._step == len(self._begun) == 1:
             # A teacher's forward before the first update, or an optimizer before the first stepscope.step().
             before, facts, num_compiles = self._begun[0]
@@ -276,7 +261,7 @@ class Session:
             # Forwards before the first backward are no steps but an evaluation, which the loop began with.
             wall_ns = sum(self._forwards_ns)
             lead = TimedStep(0, step.start_ns - wall_ns, wall_ns, {EVALUATION: wall_ns}, {EVALUATION: 1})
-            self._write_aside("lead", lead)
+            self._samples.add_aside("lead", lead)
         self._probes.forget_windows()
         self._begun.clear()
         self._step = 0
@@ -285,55 +270,14 @@ class Session:
         return step
 
     def _write_step(self, step: TimedStep, facts: StepFacts, num_compiles: int) -> None:
-        num_tokens, num_samples, num_micro_batches = facts.batch
-        num_tokens = facts.given_tokens or self._tokens_per_step or num_tokens
-        host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
-        times = f'"num_times": {json.dumps(step.num_times)}, ' if step.num_times else ""
-        line = (  # formatted by hand: this runs between two timed steps, and json.dumps takes four times as long
-            f'{{"step": {step.index}, "window": "{self._window}", "start_ns": {step.start_ns}, '
-            f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, {times}'
-            f'"num_tokens": {num_tokens or "null"}, "num_samples": {num_samples or "null"}, '
-            f'"num_micro_batches": {num_micro_batches}, "num_skipped": {facts.num_skipped}, '
-            f'"num_compiles": {num_compiles}}}'
-        )
         if not step.index:
             self._source = self._loop.finder.source
         if self._source == FORWARD:
             # Probed forwards take longer: the ones before them stand for them.
             is_timed = self._window in (windows.WARMUP, windows.CLEAN, windows.FREE)
             self._forwards_ns.append(step.wall_ns if is_timed else self._forwards_ns[-1])
-        self._append(line)
-        step.loss = facts.loss
-        if step.first_event is not None or step.loss is not None:
-            self._pending.append(step)
-
-    def _read_pending(self) -> None:
-        """Write the device times and losses of the pending steps. Waits for the GPU."""
-        self._probes.synchronize()
-        for step in self._pending:
-            line: dict[str, Any] = {"step": step.index}
-            device_ns = read_device_ns(step)
-            if device_ns is not None:
-                line["device_ns"] = device_ns
-                self._clock.recycle(step)
-            if step.loss is not None:
-                self._probes.guard("reading a loss", partial(_read_loss, step, line))
-            self._append(json.dumps(line))
-        self._pending.clear()
-        self._flush_lines()
-
-    def _append(self, line: str) -> None:
-        """Write a line of samples.jsonl, in free running together with those of the last quarter of a second."""
-        self._lines.append(line)
-        now = time.perf_counter_ns()
-        if self._window != windows.FREE or now - self._flushed_ns > FLUSH_NS:
-            self._flushed_ns = now
-            self._flush_lines()
-
-    def _flush_lines(self) -> None:
-        if self._lines:
-            self._samples.append("\n".join(self._lines), len(self._lines))
-            self._lines.clear()
+        num_tokens = facts.given_tokens or self._tokens_per_step
+        self._samples.add(step, self._window, facts, num_tokens, num_compiles)
 
     def _enter(self, finished: str) -> None:
         """Switch from the `finished` window to the current one. No step is timed while this runs."""
@@ -355,7 +299,7 @@ class Session:
         if finished == windows.WARMUP:
             probes.memory.warmup_ended()
         else:
-            self._read_pending()
+            self._samples.read_pending(probes, self._clock)
             probes.read_facts(roots.modules, loop.optimizers.values())
         if windows.CLEAN in (finished, self._window):
             probes.sample_energy()
@@ -377,7 +321,7 @@ class Session:
 
     def _start_free_running(self) -> None:
         """Keep to the host's clock and to what is cheap."""
-        self._loop.is_free = True
+        self._loop.is_free = self._samples.waits = True
         self._clock.use_device(None)
         self._free_ns = time.perf_counter_ns()
 
@@ -419,8 +363,3 @@ class Session:
             "environment": probes.environment_facts(),
         }
         files.write_json(self.folder / files.RECORDING_FILE, facts)
-
-
-def _read_loss(step: TimedStep, line: dict[str, Any]) -> None:
-    loss = float(step.loss)
-    line["loss"] = loss if abs(loss) < float("inf") else str(loss)

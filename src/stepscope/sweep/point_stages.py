@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
-from stepscope.recorder.environment import environment_facts
+from stepscope.recorder.machine.environment import environment_facts
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate, proofs
 from stepscope.sweep.checks.proofs import CompiledGraphs

@@ -15,7 +15,7 @@ import torch
 
 from stepscope.devices.peaks import Device
 from stepscope.planner.emulation.torch_support import replaced
-from stepscope.recorder.environment import products_in_tf32
+from stepscope.recorder.machine.environment import products_in_tf32
 
 DECIDERS = ("_should_pad", "should_pad_bench")
 """The functions that run the benchmark; older versions have the second."""

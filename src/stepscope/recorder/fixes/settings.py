@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepscope.recorder.environment import float32_matmul
 from stepscope.recorder.fixes.change import Change
+from stepscope.recorder.machine.environment import float32_matmul
 from stepscope.recorder.patches import Patch, remove_all
 from stepscope.recorder.precision.attention_calls import BACKENDS, SWITCHES
 

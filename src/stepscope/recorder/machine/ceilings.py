@@ -16,7 +16,7 @@ from typing import TypedDict
 
 import torch
 
-from stepscope.recorder.cpu import last_level_cache_bytes
+from stepscope.recorder.machine.cpu import last_level_cache_bytes
 
 # Smallest first: a size is skipped if the previous one shows that it would exceed its time.
 CUDA_SIZES = (2048, 4096, 8192, 16384)

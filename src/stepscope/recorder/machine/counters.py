@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepscope.recorder.nvml import Nvml, NvmlGpu, NvmlUnavailable
+from stepscope.recorder.machine.nvml import Nvml, NvmlGpu, NvmlUnavailable
 
 FLUSH_NS = 1_000_000_000
 JOIN_SECONDS = 2.0

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepscope.recorder.cpu import cpu_name
+from stepscope.recorder.machine.cpu import cpu_name
 from stepscope.recorder.processes.rank import rank_and_world_size
 
 # Variables that affect the speed of a step. No others are recorded.
@@ -92,7 +92,7 @@ def gpu_uuid(device: int) -> str:
 @functools.cache
 def driver_version() -> str | None:
     """Return the NVIDIA driver's version, or None."""
-    from stepscope.recorder.nvml import Nvml, NvmlUnavailable
+    from stepscope.recorder.machine.nvml import Nvml, NvmlUnavailable
 
     try:
         return Nvml().driver_version()

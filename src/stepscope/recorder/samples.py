@@ -1,0 +1,98 @@
+"""Writes samples.jsonl: a line when a step ends, and a second one when its device times and its loss are known."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stepscope.recorder import files
+from stepscope.recorder.clock import Clock, TimedStep, read_device_ns
+from stepscope.recorder.probes import Probes
+from stepscope.recorder.step_facts import StepFacts
+
+FLUSH_NS = 250_000_000
+
+
+class Samples:
+    """The steps of one recording as they are written. `waits` gathers the lines of a quarter of a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.waits = False
+        self._file = files.LineFile(folder / files.SAMPLES_FILE)
+        self._pending: list[TimedStep] = []  # steps whose device times have not been read yet
+        self._lines: list[str] = []
+        self._flushed_ns = 0
+
+    @property
+    def num_dropped(self) -> int:
+        return self._file.num_dropped
+
+    def add(self, step: TimedStep, window: str, facts: StepFacts, num_tokens: int | None, num_compiles: int) -> None:
+        """Write a step. `num_tokens` are those that the user gave."""
+        seen_tokens, num_samples, num_micro_batches = facts.batch
+        host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
+        times = f'"num_times": {json.dumps(step.num_times)}, ' if step.num_times else ""
+        self._append(  # formatted by hand: this runs between two timed steps, and json.dumps takes four times as long
+            f'{{"step": {step.index}, "window": "{window}", "start_ns": {step.start_ns}, '
+            f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, {times}'
+            f'"num_tokens": {num_tokens or seen_tokens or "null"}, "num_samples": {num_samples or "null"}, '
+            f'"num_micro_batches": {num_micro_batches}, "num_skipped": {facts.num_skipped}, '
+            f'"num_compiles": {num_compiles}}}'
+        )
+        step.loss = facts.loss
+        if step.first_event is not None or step.loss is not None:
+            self._pending.append(step)
+
+    def add_aside(self, which: str, step: TimedStep) -> None:
+        """Write what the loop did before its first step or after its last one."""
+        times = {"start_ns": step.start_ns, "wall_ns": step.wall_ns, "host_ns": step.host_ns}
+        self._append(json.dumps({which: {**times, "num_times": step.num_times}}))
+
+    def restart(self, reason: str) -> None:
+        """Void all steps so far."""
+        self._pending.clear()
+        self._append(json.dumps({"restart": reason}))
+
+    def join(self, first: int, num_joined: int) -> None:
+        """Make one step of the last ones, from `first` on."""
+        self._pending = [step for step in self._pending if step.index < first]
+        self._append(json.dumps({"joined": num_joined}))
+
+    def read_pending(self, probes: Probes, clock: Clock) -> None:
+        """Write the device times and losses of the pending steps. Waits for the GPU."""
+        probes.synchronize()
+        for step in self._pending:
+            line: dict[str, Any] = {"step": step.index}
+            device_ns = read_device_ns(step)
+            if device_ns is not None:
+                line["device_ns"] = device_ns
+                clock.recycle(step)
+            if step.loss is not None:
+                probes.guard("reading a loss", partial(_read_loss, step, line))
+            self._append(json.dumps(line))
+        self._pending.clear()
+        self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._file.close()
+
+    def _append(self, line: str) -> None:
+        self._lines.append(line)
+        now = time.perf_counter_ns()
+        if not self.waits or now - self._flushed_ns > FLUSH_NS:
+            self._flushed_ns = now
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            self._file.append("\n".join(self._lines), len(self._lines))
+            self._lines.clear()
+
+
+def _read_loss(step: TimedStep, line: dict[str, Any]) -> None:
+    loss = float(step.loss)
+    line["loss"] = loss if abs(loss) < float("inf") else str(loss)
