@@ -8,6 +8,7 @@ import pytest
 
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.analysis.time.loop_time import loop_time
+from stepscope.analysis.time.summary import summary_of
 from stepscope.trace.recording import Aside, read_recording
 
 
@@ -52,3 +53,26 @@ def test_a_run_that_was_stopped_tells_how_often_by_the_distance_from_first_to_la
 def test_one_evaluation_after_the_last_step_belongs_to_the_run(loop):
     assert loop(tail=120).between_ns == {"evaluation": 10 * MS}
     assert loop(tail=120, exit_after=12).between_ns == {}
+
+
+def test_throughput_divides_work_and_time_of_the_same_steps(tmp_path):
+    """Batches of 8 that grow to 32, with 1 ms per sample: 1,000 samples per second at any time."""
+    sizes = [8] * 20 + [16] * 20 + [32] * 20
+    steps = [
+        sample(step, "free", num_samples=num, num_tokens=None, host_ns={"unattributed": num * MS})
+        for step, num in enumerate(sizes)
+    ]
+    found = summary_of(read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)))
+
+    assert (found.throughput.unit, round(found.throughput.per_s)) == ("samples", 1000)
+    assert (found.loop.num_measured, found.loop.caveat) == (60, None)
+
+
+def test_what_lies_inside_a_clean_step_is_training_also_if_free_steps_are_not_split(tmp_path):
+    """5 ms between backward and optimizer in each step of 10: free running sees one stretch of 10."""
+    split = {"forward": 2 * MS, "backward": 2 * MS, "other": 5 * MS, "optimizer": MS}
+    steps = [sample(step, host_ns=split) for step in range(20)]
+    steps += [sample(step, "free", host_ns={"unattributed": 10 * MS}) for step in range(20, 80)]
+    found = summary_of(read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)))
+
+    assert found.loop.goodput == 1.0

@@ -65,6 +65,23 @@ def test_one_that_trained_alone_for_long_joins_its_partner_with_its_last_step():
     assert finder.num_joined == 2
 
 
+def test_models_that_each_step_several_times_in_a_row_take_turns():
+    """A population of three, eight steps each: none of them is the other's critic."""
+    finder = StepFinder()
+
+    assert set(boundaries(finder, ("A" * 8 + "B" * 8 + "C" * 8) * 3)) == {"E"}
+    assert finder.num_sources == 1
+
+
+def test_heads_that_are_trained_by_turns_with_their_trunk_make_one_step_each():
+    finder = StepFinder()
+    heads = "abacbacab"
+    seen = boundaries(finder, "".join("T" + head for head in heads))
+
+    assert seen[-8:] == ".E.E.E.E"
+    assert boundaries(StepFinder(), "".join(head + "T" for head in heads))[-8:].count("E") == 4
+
+
 def test_models_that_take_turns_for_long_are_no_partners():
     finder = StepFinder()
 

@@ -31,6 +31,8 @@ class Between:
         self._num_steps = 0
         self._called: dict[int, tuple[int, bool]] = {}  # root -> its last step, and whether it was in the one before
         self._kind: str | None = None  # what forwards without gradients are, until training goes on
+        self._caller: Any = None  # the function of the script that they come from
+        self._first: str | None = None
 
     def another_optimizer(self) -> None:
         """Look again at which models are trained."""
@@ -51,7 +53,10 @@ class Between:
         """
         if not self._is_trained(root):
             return FORWARD_OF_ANOTHER if self._is_in_each_step(root) else self._named() or EVALUATION
-        if self._kind is None:
+        frame = next(script_frames(), None)
+        caller = None if frame is None else frame.f_code
+        if self._kind is None or caller is not self._caller:
+            self._caller = caller
             self._kind = self._named()
             if self._kind is None and root.training:
                 is_part = self._is_in_each_step(root) and is_like_training()
@@ -60,6 +65,16 @@ class Between:
             self._kind = self._kind or EVALUATION
             self.note_place(self._kind)
         return self._kind
+
+    @property
+    def before_training(self) -> str:
+        """What the forwards before the first backward were."""
+        return self._first or EVALUATION
+
+    def called_before_training(self) -> None:
+        """Look at who calls the first forward of all."""
+        if self._first is None:
+            self._first = self._named() or EVALUATION
 
     def _named(self) -> str | None:
         return _kind(frame.f_code.co_name.lower() for frame in script_frames())

@@ -24,7 +24,7 @@ class Roots:
     def __init__(self, begin: Begin, end: End) -> None:
         self._begin, self._end = begin, end
         self._hooks: dict[int, CallHooks] = {}
-        self._copies: list[CallHooks] = []
+        self._idle: list[CallHooks] = []
         self._first_call: ModuleCalls | None = None
         self._awaited: list[weakref.ref[nn.Parameter]] = []
         self._search: CalledRoots | None = None
@@ -81,21 +81,21 @@ class Roots:
         self.stop_search()
         if not found:
             return
-        self._hook_copies(list(found.values()), modules)
+        self._hook_idle(list(found.values()), modules)
         for key in [key for key in self._hooks if key not in found]:
             self._hooks.pop(key).remove()
         for module in found.values():
             self.add(module)
 
-    def _hook_copies(self, roots: list[nn.Module], modules: list[nn.Module]) -> None:
-        """Hook copies of the roots and their parts too: a moving average of the model is evaluated now and then."""
-        parts = {id(part) for root in roots for part in root.modules()}
-        shapes = {(type(root), _shapes(root)) for root in roots}
-        kinds = {kind for kind, _ in shapes}
-        for one in modules:
-            if type(one) in kinds and id(one) not in parts and (type(one), _shapes(one)) in shapes:
-                hooked = [one, *one.children()]
-                self._copies += [CallHooks(module, self._begin, self._end) for module in hooked]
+    def _hook_idle(self, roots: list[nn.Module], modules: list[nn.Module]) -> None:
+        """Hook models that were not called yet, and their parts: a moving average, or one that is trained later."""
+        known = {id(part) for root in roots for part in root.modules()}
+        idle = [one for one in modules if id(one) not in known and any(True for _ in one.parameters())]
+        inner = {id(part) for one in idle for part in one.modules() if part is not one}
+        for one in idle:
+            if id(one) not in inner:
+                hooked = [one, *(child for child in one.children() if id(child) not in known)]
+                self._idle += [CallHooks(module, self._begin, self._end) for module in hooked]
 
     def stop_search(self) -> None:
         if self._search is not None:
@@ -104,28 +104,24 @@ class Roots:
 
     def attach(self) -> None:
         """Hook every known root again."""
-        modules, copies = self.modules, [hooks.module for hooks in self._copies]
+        modules, idle = self.modules, [hooks.module for hooks in self._idle]
         self.forget()
         for module in modules:
             self.add(module)
-        self._copies = [CallHooks(module, self._begin, self._end) for module in copies if module is not None]
+        self._idle = [CallHooks(module, self._begin, self._end) for module in idle if module is not None]
 
     def detach(self) -> None:
         """Remove the hooks from every root."""
         self.stop_awaiting()
         self.stop_search()
-        for hooks in (*self._hooks.values(), *self._copies):
+        for hooks in (*self._hooks.values(), *self._idle):
             hooks.remove()
 
     def forget(self) -> None:
         """Remove the hooks and release the modules: the script may want the memory back."""
         self.detach()
         self._hooks.clear()
-        self._copies.clear()
-
-
-def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
-    return tuple(parameter.shape for parameter in module.parameters())
+        self._idle.clear()
 
 
 class ModuleCalls:

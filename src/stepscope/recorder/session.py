@@ -14,7 +14,6 @@ from torch import nn
 from stepscope.recorder import current, files, hooks, windows
 from stepscope.recorder.clock import (
     BETWEEN_STEPS,
-    EVALUATION,
     Clock,
     TimedStep,
 )
@@ -260,7 +259,8 @@ class Session:
         elif self._source == FORWARD:
             # Forwards before the first backward are no steps but an evaluation, which the loop began with.
             wall_ns = sum(self._forwards_ns)
-            lead = TimedStep(0, step.start_ns - wall_ns, wall_ns, {EVALUATION: wall_ns}, {EVALUATION: 1})
+            name = self._loop.between.before_training
+            lead = TimedStep(0, step.start_ns - wall_ns, wall_ns, {name: wall_ns}, {name: 1})
             self._samples.add_aside("lead", lead)
         self._probes.forget_windows()
         self._begun.clear()

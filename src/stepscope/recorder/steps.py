@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 EXPLICIT = "step()"
@@ -36,7 +37,8 @@ class StepFinder:
     """Turns events into step boundaries.
 
     An optimizer that has not stepped before trains another model, and its step is one of its own: folds, a grid of
-    learning rates, fine-tuning. When an earlier one steps again soon, all that stepped since make up one step.
+    learning rates, fine-tuning. When an earlier one steps again soon, all that stepped since make up one step, unless
+    each of them stepped several times in a row.
 
     >>> finder = StepFinder()
     >>> [finder.saw(OPTIMIZER, who).name for who in ("D", "G", "D", "G", "D", "D", "G")]
@@ -78,11 +80,17 @@ class StepFinder:
 
     def _next(self, who: Any) -> Boundary:
         if who not in self._known:
-            if any(who == earlier for earlier, _ in self._events):
+            since = self._runs_since(who)
+            every_other = max(2, (len(since) - 1) / 2)
+            leaders = {one for one in self._known if sum(one == other for other, _ in since) >= every_other}
+            if leaders:  # a trunk whose heads are trained by turns: this one stands for the last
+                self._known = leaders | {who}
+            elif since and min(length for _, length in since) == 1:
                 self._join(who)
                 return Boundary.JOIN
-            self._know({who})
-            return Boundary.END
+            else:
+                self._know({who})
+                return Boundary.END
         self._stepped[who] += 1
         if len(self._stepped) == len(self._known) or self._num_turns > MAX_TURNS:
             self._stepped.clear()
@@ -94,6 +102,18 @@ class StepFinder:
             self._know(set(self._stepped) if self._num_turns <= MAX_TURNS else self._known)
             return Boundary.RESTART
         return Boundary.NONE
+
+    def _runs_since(self, who: Any) -> list[tuple[Any, int]]:
+        """Return who stepped since the last steps of `who`, with those, and how many times in a row; or nothing.
+
+        A generator steps once after its critic's steps. Models that all step several times in a row take turns.
+        """
+        runs = [(one, len(list(run))) for one, run in groupby(one for one, _ in self._events)]
+        last = max((i for i, (one, _) in enumerate(runs) if one == who), default=None)
+        if last is None:
+            return []
+        is_cut = last == 0 and len(self._events) == self._events.maxlen  # it may have stepped more often before
+        return runs[last + is_cut :]
 
     def _join(self, who: Any) -> None:
         """Know all that have stepped since the last step of `who` as parts of one step."""

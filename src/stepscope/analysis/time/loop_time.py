@@ -83,16 +83,13 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
 
     `on_device` takes the clean steps by the GPU's clock.
     """
-    samples = recording.samples
-    undisturbed = [s for s in samples if s.window in ("clean", "free") and not s.num_compiles]
-    undisturbed = undisturbed or list(samples[1:] or samples)  # a run of a few steps has only warm-up
+    undisturbed = _undisturbed(recording)
     if not undisturbed:
         return None
-    num_prefetched = (recording.facts.get("steps") or {}).get("num_prefetched") or 0
-    has_ranks = (recording.facts.get("environment") or {}).get("world_size", 1) > 1
-    # Ranks wait for the one that is last to prepare a window.
-    drained = _drained(undisturbed, max(num_prefetched, int(has_ranks)))
-    settled = _settled([_step_only_ns(sample, on_device) for sample in drained or undisturbed])
+    measured = measured_steps(recording, on_device)
+    settled = [_step_only_ns(sample, on_device) for sample in measured]
+    num_prefetched = _num_prefetched(recording)
+    is_drained = not num_prefetched or bool(_drained(undisturbed, num_prefetched))
     between = dict.fromkeys(BETWEEN.values(), 0.0)
     unknown = []
     for kind, row in BETWEEN.items():
@@ -104,15 +101,52 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     training = next(row.ns for row in rows if row.name == TRAINING)
     return LoopTime(
         wall_ns=wall_ns,
-        num_steps=len(samples),
+        num_steps=len(recording.samples),
         rows=rows,
         goodput=training / max(1, wall_ns - measuring),
         step_ns=fmean(settled) + sum(between.values()),
         num_measured=len(settled),
         between_ns={row: ns for row, ns in between.items() if ns},
-        caveat=_caveat(settled, unknown)
-        or (NOT_DRAINED.format(num_prefetched) if not drained and num_prefetched else None),
+        caveat=_caveat(_at_mean_work(measured, settled), unknown)
+        or _other_work(measured, undisturbed)
+        or (None if is_drained else NOT_DRAINED.format(num_prefetched)),
     )
+
+
+def measured_steps(recording: Recording, on_device: bool) -> Sequence[StepSample]:
+    """Return the steps that tell how long one takes in a long run."""
+    undisturbed = _undisturbed(recording)
+    has_ranks = (recording.facts.get("environment") or {}).get("world_size", 1) > 1
+    # Ranks wait for the one that is last to prepare a window.
+    samples = _drained(undisturbed, max(_num_prefetched(recording), int(has_ranks))) or undisturbed
+    times = [_step_only_ns(sample, on_device) for sample in samples]
+    return samples[_num_unsettled(_at_mean_work(samples, times)) :]
+
+
+def _other_work(measured: Sequence[StepSample], undisturbed: Sequence[StepSample]) -> str | None:
+    """Return a caveat if the measured steps have other batches than all of them."""
+    work, all_work = (fmean([s.num_tokens or s.num_samples or 0 for s in some]) for some in (measured, undisturbed))
+    if abs(work - all_work) <= MEANS_DIFFER * all_work:
+        return None
+    return f"batches changed: only the last {plural(len(measured), 'step')} are measured"
+
+
+def _undisturbed(recording: Recording) -> list[StepSample]:
+    samples = recording.samples
+    found = [s for s in samples if s.window in ("clean", "free") and not s.num_compiles]
+    return found or list(samples[1:] or samples)  # a run of a few steps has only warm-up
+
+
+def _num_prefetched(recording: Recording) -> int:
+    return (recording.facts.get("steps") or {}).get("num_prefetched") or 0
+
+
+def _at_mean_work(samples: Sequence[StepSample], times: Sequence[int]) -> Sequence[float]:
+    """Return the times as they would be if all steps had the same work: batches may grow."""
+    work = [sample.num_tokens or sample.num_samples or 0 for sample in samples]
+    if not all(work):
+        return times
+    return [ns * fmean(work) / num for ns, num in zip(times, work)]
 
 
 def _drained(samples: Sequence[StepSample], num_first: int) -> Sequence[StepSample]:
@@ -134,18 +168,19 @@ def _step_only_ns(sample: StepSample, on_device: bool) -> int:
     return sample.wall_ns - _between_ns(sample.host_ns)
 
 
-def _settled(times: Sequence[int]) -> Sequence[int]:
-    """Return the steps after which times no longer change: a queue of prefetched batches drains, clocks fall.
+def _num_unsettled(times: Sequence[float]) -> int:
+    """Return the step after which times no longer change: a queue of prefetched batches drains, clocks fall.
 
-    >>> len(_settled([3] * 20 + [9] * 60)), len(_settled([9, 3] * 40))
-    (40, 80)
+    >>> _num_unsettled([3] * 20 + [9] * 60), _num_unsettled([9, 3] * 40)
+    (40, 0)
     """
-    while len(times) >= 2 * FEWEST and _differ(times):
-        times = times[len(times) // 2 :]
-    return times
+    begin = 0
+    while len(times) - begin >= 2 * FEWEST and _differ(times[begin:]):
+        begin += (len(times) - begin) // 2
+    return begin
 
 
-def _differ(times: Sequence[int]) -> bool:
+def _differ(times: Sequence[float]) -> bool:
     """Return whether the two halves differ by more than chance and by more than matters."""
     first, second = times[: len(times) // 2], times[len(times) // 2 :]
     difference = abs(fmean(first) - fmean(second))
@@ -181,11 +216,11 @@ def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tupl
     """Return the rows of the wall-clock time, and their sum."""
     ns: Counter[str] = Counter()
     num: Counter[str] = Counter()
-    middle, limit = _usual([_pass_ns(sample.host_ns) for sample in undisturbed])
-    usual_gap, gap_limit = _usual([_gap_ns(sample.host_ns) for sample in undisturbed])
-    gap_limit = max(gap_limit, round(LEAST_GAP * middle))
+    # A step of free running is not split: its gaps are part of its passes.
+    usual = {is_free: _usual_of(undisturbed, is_free) for is_free in (False, True)}
     end_ns = None
     for sample in recording.samples:
+        middle, limit, usual_gap, gap_limit = usual[sample.window == "free"]
         passes, gap = _pass_ns(sample.host_ns), _gap_ns(sample.host_ns)
         excess = WARMUP if sample.window == UNTIMED else OTHER if sample.window in ("clean", "free") else MEASURING
         # A compiling step is a warm-up whenever it comes.
@@ -214,6 +249,14 @@ def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tupl
     return tuple(rows), wall_ns
 
 
+def _usual_of(undisturbed: Sequence[StepSample], is_free: bool) -> tuple[int, int, int, int]:
+    """Return the usual passes and gaps of such steps, each with the limit above which it is unusual."""
+    alike = [sample for sample in undisturbed if (sample.window == "free") == is_free] or undisturbed
+    middle, limit = _usual([_pass_ns(sample.host_ns) for sample in alike])
+    usual_gap, gap_limit = _usual([_gap_ns(sample.host_ns) for sample in alike])
+    return middle, limit, usual_gap, max(gap_limit, round(LEAST_GAP * middle))
+
+
 def _usual(times: Sequence[int]) -> tuple[int, int]:
     """Return the median, and the limit above which a time is unusual."""
     ordered = sorted(map(float, times))
@@ -238,14 +281,16 @@ def _gap_ns(times: Mapping[str, int]) -> int:
     return sum(times.get(name, 0) for name in GAPS)
 
 
-def _caveat(settled: Sequence[int], unknown: Sequence[str]) -> str | None:
+def _caveat(settled: Sequence[float], unknown: Sequence[str]) -> str | None:
     if len(settled) < FEWEST:
         return f"only {plural(len(settled), 'step')} to go by"
     if _differ(settled):
         return "step times were still changing"
     mean = fmean(settled)
     if (pvariance(settled) / len(settled)) ** 0.5 > MEANS_DIFFER * mean:
-        slow, average, usual = (duration(ns, 3) for ns in (max(settled), mean, median(settled)))
+        fast, slow, average, usual = (duration(ns, 3) for ns in (min(settled), max(settled), mean, median(settled)))
+        if mean <= (1 + MEANS_DIFFER) * median(settled):
+            return f"steps take from {fast} to {slow}"
         return f"a few slow steps, up to {slow}, make the average {average}; most take {usual}"
     if unknown:
         return f"{' and '.join(unknown)} happened only before the first step: how often is unknown"

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepscope.analysis.costs.flops import StepFlops, Utilization, step_flops, utilization
 from stepscope.analysis.time.counters import CounterSummary, summarize_counters
-from stepscope.analysis.time.loop_time import LoopTime, loop_time
+from stepscope.analysis.time.loop_time import LoopTime, loop_time, measured_steps
 from stepscope.analysis.time.phases import (
     UNATTRIBUTED,
     Phase,
@@ -88,7 +88,9 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
     if clean:
         counters = summarize_counters(recording.counters, [(s.start_ns, s.start_ns + s.wall_ns) for s in clean])
     loop = loop_of(recording)
-    throughput = _throughput(recording, clean, loop.step_ns, counters) if loop is not None else None
+    throughput = None
+    if loop is not None:
+        throughput = _throughput(measured_steps(recording, on_device), clean, loop.step_ns, counters)
     flops = _flops(recording, trace)
     phases: list[Phase] = []
     unattributed = 0.0
@@ -164,11 +166,10 @@ def _middle_half(samples: Sequence[StepSample], on_device: bool) -> Sequence[Ste
 
 
 def _throughput(
-    recording: Recording, clean: Sequence[StepSample], step_ns: float, counters: CounterSummary | None
+    measured: Sequence[StepSample], clean: Sequence[StepSample], step_ns: float, counters: CounterSummary | None
 ) -> Throughput | None:
     # Old recordings have no batch of the steps after the windows.
-    free = [sample for sample in recording.window("free") if sample.num_samples]
-    steps = [*clean, *free] or recording.samples[1:] or recording.samples
+    steps = [sample for sample in measured if sample.window != "free" or sample.num_samples] or clean
     for unit in ("tokens", "samples"):
         counts, timed = ([getattr(sample, f"num_{unit}") or 0 for sample in some] for some in (steps, clean))
         if (all(timed) if timed else any(counts)) and step_ns:
