@@ -73,7 +73,7 @@ BETWEEN = (
         step_ms_at_least=2.0,
         in_make_test=True,
     ),
-    Case("between/prefetch", 80, 8, between=("data",), step_ms_at_least=9.0, in_make_test=True),
+    Case("between/prefetch", 200, 8, between=("data",), step_ms_at_least=9.0, in_make_test=True),
     Case("between/epochs", 52, 100 / 13, between=("evaluation",), period=13, per_step_may_miss_share=0.05),
     Case(
         "between/periodic_sleep",

@@ -205,7 +205,7 @@ def test_a_full_disk_never_ends_the_training(tmp_path):
     num_steps = 0
     with stepscope.record(tmp_path / "run", model=model, windows=Windows(warmup=1, clean=2, trace=0)) as rec:
         full = os.open("/dev/full", os.O_WRONLY)
-        os.dup2(full, rec._session._samples._descriptor)
+        os.dup2(full, rec._session._samples._file._descriptor)
         os.close(full)
         for _ in range(5):
             model(torch.ones(1, 2)).sum().backward()

@@ -70,7 +70,8 @@ LABELS, MASK = torch.zeros(4, dtype=torch.long), torch.ones(4, 16, dtype=torch.b
         ((FLOATS,), {}, (None, 4)),
         ((FLOATS, LABELS), {}, (None, 4)),
         ((FLOATS,), {"labels": LABELS}, (None, 4)),
-        ((FLOATS, INTEGERS), {}, (64, 4)),
+        ((FLOATS, INTEGERS), {}, (None, 4)),  # pictures and their captions
+        ((FLOATS[:, 0, 0], INTEGERS), {}, (64, 4)),
         ((LABELS,), {}, (4, 4)),
         (((INTEGERS, LABELS),), {}, (64, 4)),
         (({"x": {"ids": INTEGERS}},), {}, (64, 4)),

@@ -152,9 +152,17 @@ def _at_mean_work(samples: Sequence[StepSample], times: Sequence[int]) -> Sequen
 def _drained(samples: Sequence[StepSample], num_first: int) -> Sequence[StepSample]:
     """Return the steps without the first of each window, as they would be in a long run; empty if there are too few.
 
-    While a window is prepared or slows steps down, workers fill their queue: so many batches come without a wait.
+    While a window is prepared or slows steps down, workers fill their queue: so many batches come without a wait, and
+    those that are made while they are used up.
     """
-    found = [s for window in ("clean", "free") for s in [s for s in samples if s.window == window][num_first:]]
+    by_window = [[s for s in samples if s.window == window] for window in ("clean", "free")]
+    found = [s for window in by_window for s in window[num_first:]]
+    if num_first > 1 and len(found) >= FEWEST:
+        fast = median(s.wall_ns for window in by_window for s in window[:num_first])
+        slow = fmean(s.wall_ns for s in found[len(found) // 2 :])
+        if slow > LEAST_EXCESS * fast:  # the workers do not keep up
+            num_first = round(num_first * slow / (slow - fast))
+            found = [s for window in by_window for s in window[num_first:]] if num_first < len(samples) else []
     return found if len(found) >= FEWEST or not num_first else []
 
 
