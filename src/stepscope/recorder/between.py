@@ -51,14 +51,15 @@ class Between:
         It is part of training if it comes in each step and its model is a teacher, or if it makes something to train
         with, in training mode and with a batch of the same size: a GAN's fakes, a target.
         """
-        if not self._is_trained(root):
-            return FORWARD_OF_ANOTHER if self._is_in_each_step(root) else self._named() or EVALUATION
+        is_trained = self._is_trained(root)
+        if not is_trained and self._is_in_each_step(root):
+            return FORWARD_OF_ANOTHER
         frame = next(script_frames(), None)
         caller = None if frame is None else frame.f_code
         if self._kind is None or caller is not self._caller:
             self._caller = caller
             self._kind = self._named()
-            if self._kind is None and root.training:
+            if self._kind is None and root.training and is_trained:
                 is_part = self._is_in_each_step(root) and is_like_training()
                 unnamed = FORWARD_OF_ANOTHER if is_part else FORWARD_WITHOUT_GRADIENTS
                 self._kind = ROLLOUT if self._samples else unnamed

@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Loop:
         self.facts = StepFacts()
         self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._owners: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._numbers = count()
         self.observer: Ledger | None = None
         self.is_free = False
         self.is_open = False
@@ -70,12 +72,10 @@ class Loop:
         self._data_depth = 0
         self._label_around_data: str | None = None
         self._backward_seen = False
-        self._awaits_backward = False
-        self._gradients_unused = False
+        self._awaits_backward = self._gradients_unused = False
         self._num_samples: int | None = None  # of the last forward that counted
         self._asides: list[str | None] = []  # the label around what is going on beside training
-        self._called_in_eval_mode = False
-        self._trains_in_eval_mode = False
+        self._called_in_eval_mode = self._trains_in_eval_mode = False
 
     def listen(self) -> None:
         self._is_listening = True
@@ -306,17 +306,16 @@ class Loop:
 
     def _owner(self, optimizer: Any) -> int:
         """Return a number that stays the same when a script makes a new optimizer for the same parameters."""
-        first = _first_parameter(optimizer)
-        owner = optimizer if first is None else first
+        owner = _first_parameter(optimizer)
         known = self._owners.get(id(owner))
         if known is None or known[0]() is not owner:  # the id of a released parameter may be used again
-            known = self._owners[id(owner)] = weakref.ref(owner), len(self._owners)
+            known = self._owners[id(owner)] = weakref.ref(owner), next(self._numbers)
         return known[1]
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Look for the model, if it is one that is trained after another."""
         first = _first_parameter(optimizer)
-        if first is not None and self.finder.source == BY_OPTIMIZER and self.listens():
+        if first is not optimizer and self.finder.source == BY_OPTIMIZER and self.listens():
             self.roots.await_call_with(first)
 
     def optimizer_failed(self) -> None:
@@ -373,7 +372,8 @@ class Loop:
 
 
 def _first_parameter(optimizer: Any) -> Any:
-    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    """Return the optimizer itself if it has none."""
+    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), optimizer)
 
 
 def _num_running(optimizer: Any) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stepscope.recorder.ledger.nodes import backward_runs
+from stepscope.recorder.patches import remove_all
 
 MAX_INPUTS = 32  # tensors of a call that are looked at for the size of its batch
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -189,8 +190,7 @@ class CalledRoots:
         return [module for hooks in self._handles if (module := hooks.module) is not None]
 
     def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
 
 
 class BatchSize(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,7 +16,10 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-def remove_all(handles: list[Handle]) -> None:
+H = TypeVar("H", bound=Handle)
+
+
+def remove_all(handles: list[H]) -> None:
     """Remove every handle, the newest first, and empty the list."""
     while handles:
         handles.pop().remove()
