@@ -7,12 +7,14 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120  as a code object spells it
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PTH118, PTH120
 _WORKLOADS = os.path.join(_OURS, "workloads", "")  # noqa: PTH118  these models are measured like the user's own
+_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 _is_script: dict[str, bool] = {}
 
@@ -46,3 +48,19 @@ def caller() -> str | None:
     """Return the innermost frame of the script as `train.py:42 forward`, or None if this thread has none."""
     frame = next(script_frames(), None)
     return f"{place(frame)} {frame.f_code.co_name}" if frame is not None else None
+
+
+def num_running_steps(optimizer: Any) -> int:
+    """Return how many calls of this optimizer's hooked `step` are on the stack."""
+    frame: types.FrameType | None = sys._getframe()
+    num_running = 0
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name == "wrapper"
+            and code.co_filename == _OPTIMIZER_FILE
+            and frame.f_locals.get("self") is optimizer
+        ):
+            num_running += 1
+        frame = frame.f_back
+    return num_running

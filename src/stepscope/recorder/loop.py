@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from stepscope.recorder.clock import (
     UNATTRIBUTED,
     Clock,
 )
+from stepscope.recorder.frames import num_running_steps
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.model import batch_size
 from stepscope.recorder.roots import Roots
@@ -34,8 +34,6 @@ from stepscope.recorder.steps import EXPLICIT, UPDATE, Boundary, StepFinder
 from stepscope.recorder.steps import FORWARD as BY_FORWARD
 from stepscope.recorder.steps import OPTIMIZER as BY_OPTIMIZER
 from stepscope.recorder.updates import UpdateWatch
-
-OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
 class Loop:
@@ -269,7 +267,7 @@ class Loop:
         if id(optimizer) in self._optimizer_stack:
             # Either a subclass's step calls its parent's, or an exception that the script caught ended an earlier
             # step without notice. The stack frames show which.
-            num_running = _num_running(optimizer)
+            num_running = num_running_steps(optimizer)
             while self._optimizer_stack.count(id(optimizer)) >= num_running:
                 del self._optimizer_stack[self._optimizer_stack.index(id(optimizer)) :]
         self._begin(optimizer, id(optimizer))
@@ -373,23 +371,10 @@ class Loop:
 
 def _first_parameter(optimizer: Any) -> Any:
     """Return the optimizer itself if it has none."""
-    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), optimizer)
-
-
-def _num_running(optimizer: Any) -> int:
-    """Return how many calls of this optimizer's hooked `step` are on the stack."""
-    frame: types.FrameType | None = sys._getframe()
-    num_running = 0
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code.co_name == "wrapper"
-            and code.co_filename == OPTIMIZER_FILE
-            and frame.f_locals.get("self") is optimizer
-        ):
-            num_running += 1
-        frame = frame.f_back
-    return num_running
+    for group in optimizer.param_groups:
+        if group["params"]:
+            return group["params"][0]
+    return optimizer
 
 
 def _kept(loss: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,8 @@ class StepFinder:
             else:
                 self._know({who})
                 return Boundary.END
+        if len(self._known) == 1:
+            return Boundary.END
         self._stepped[who] += 1
         if len(self._stepped) == len(self._known) or self._num_turns > MAX_TURNS:
             self._stepped.clear()
