@@ -38,7 +38,6 @@ def settings() -> dict[str, str]:
     """Return what every run has: one thread, no GPU, no network."""
     return {
         "PYTHONPATH": os.pathsep.join([str(SOURCE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
