@@ -23,7 +23,7 @@ test: lint chromium
 
 # With those that take minutes: every fix of verify, compiled plans, the largest campaigns.
 test-all: lint chromium $(HTA)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-all} $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -9,7 +9,8 @@ from hypothesis import settings
 
 # Two processes test side by side on two cores: threads of one would wait for the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=8)
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=20)  # make test-all
 # For a long night: HYPOTHESIS_PROFILE=thorough make test
 settings.register_profile("thorough", deadline=None, max_examples=1_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepscope"))

@@ -259,6 +259,7 @@ print_card(rec.result, as_json=False)
 """
 
 
+@pytest.mark.long
 def test_the_record_side_runs_with_torch_and_the_standard_library_alone(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED_RUN, str(tmp_path / "run")],

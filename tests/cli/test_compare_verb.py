@@ -134,6 +134,7 @@ def test_another_model_is_refused_and_says_how_to_go_on(runs, compare, as_json):
     compare(runs / "base", runs / "wide", "--fail-on", "peak_memory:900%", code=4)
 
 
+@pytest.mark.long
 def test_a_wider_model_is_slower_and_the_gates_say_so(runs, compare, as_json):
     words = (runs / "base", runs / "wide", "--allow", "parameters,flops")
     text = compare(*words, "--fail-on", "step_time:3%,peak_memory:1%", code=3)
@@ -164,6 +165,7 @@ def test_a_gate_does_not_pass_on_what_is_not_there(runs, compare, as_json):
     compare(runs / "base", folder, "--fail-on", "step_time:99%", code=4)
 
 
+@pytest.mark.long
 def test_several_runs_of_each_side(runs, tmp_path, compare, as_json):
     """Three recordings of one script against three of it that took half as long again, each a little otherwise."""
     sides = []

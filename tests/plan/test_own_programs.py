@@ -177,7 +177,7 @@ COMPILED = """
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        (COMPILED, "torch.compile"),
+        pytest.param(COMPILED, "torch.compile", marks=pytest.mark.long),
         ("def build():\n return nn.Conv2d(3, 8, 3), lambda: torch.randn(2, 3, 16, 16)", "convolution"),
         ("def build():\n return nn.LSTM(8, 8), lambda: torch.randn(4, 2, 8)", "lstm"),
         ("def build():\n return nn.GRU(8, 8), lambda: torch.randn(4, 2, 8)", "gru"),

@@ -125,6 +125,7 @@ def test_a_rank_on_a_cpu(num_ranks, workload, values):
     assert (predicted.fsdp, predicted.error_bar) == (num_ranks, ERROR_BAR)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "workload", "values", "measured"),
     [

@@ -236,7 +236,7 @@ METADATA = JSON | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=5 * settings().max_examples)
 @given(METADATA, JSON)
 def test_no_record_however_malformed_raises_or_spoils_the_report(metadata, payload):
     probe = CompilerProbe()

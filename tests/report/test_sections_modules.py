@@ -214,6 +214,7 @@ def test_a_module_of_a_hostile_name_has_its_memory(tmp_path):
     ]
 
 
+@pytest.mark.long
 @needs_traces
 @pytest.mark.parametrize("name", ["qwen0.5b_h100_stacks", "resnet_act_checkpoint_mi300"])
 def test_of_a_real_trace_the_whole_is_all_gpu_work(name):

@@ -69,6 +69,7 @@ def studied(tmp_path_factory):
     return folder / "out"
 
 
+@pytest.mark.long
 def test_a_study_of_ones_own_is_under_thirty_lines_and_gives_a_report(studied):
     assert len(EXAMPLE.read_text().splitlines()) < 30
     report = (studied / "report" / "report.md").read_text()

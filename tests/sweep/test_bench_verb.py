@@ -19,6 +19,7 @@ from sweep_runs import ODD, bench_words, exit_code, quiet_environment, rows_in
 QUICK = ("--device", "cpu", "--mode", "forward+backward", "--warmup", "1", "--steps", "2")
 
 
+@pytest.mark.long
 def test_the_command_of_the_issue(bench, tmp_path):
     grid = ("--set", "seq_len=64,128", "--set", "attention=naive,builtin,sdpa")
     code, out, err = bench("cs336", "--preset", "tiny", *grid, "--mode", "step", "--device", "cpu", "-o", "sweep")

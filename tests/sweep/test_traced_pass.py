@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402  torch may be
 from stepscope.sweep import measure  # noqa: E402
 
 
+@pytest.mark.long
 def test_garbage_from_before_is_not_counted_as_given_back():
     """The profiler knows blocks from the windows before: what dies of those within this one is none of its bytes."""
     gc.disable()

@@ -112,6 +112,7 @@ def test_a_plan_keeps_points_from_being_run(tune, tmp_path):
     assert "pruned by their plan" in out and "4.00 MiB are available" in out
 
 
+@pytest.mark.long
 def test_a_whole_step_has_only_knobs_of_its_own(tune):
     code, out, err = tune(f"{TUNED}:whole", "--set", "nap_ms=20,5", "--device", "cpu", "--json")
 

@@ -73,6 +73,7 @@ def test_a_small_file_with_much_in_it(tmp_path, name):
     assert expected.items() <= said.items()
 
 
+@pytest.mark.long
 def test_beyond_what_any_trace_expands_to_reading_stops(tmp_path):
     path = write_bomb(tmp_path / "bomb.json.gz", b'[{"ph":"X","ts":1},', b" ", 1500, LAST)
     said = read_in_child(path)
@@ -84,6 +85,7 @@ def test_beyond_what_any_trace_expands_to_reading_stops(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_header_beyond_all_reason_is_one_line(tmp_path):
     path = write_bomb(tmp_path / "bomb.json.gz", b'{"a":[', b"[],", 40, b'0],"traceEvents":[' + LAST + b"}")
     said = read_in_child(path)

@@ -282,6 +282,7 @@ def test_a_field_beyond_all_reason_is_told(tmp_path, monkeypatch):
         read(tmp_path, '{"a": "' + "x" * (10 << 20) + '", "traceEvents": []}')
 
 
+@pytest.mark.long
 def test_many_small_fields_are_no_field_beyond_reason(tmp_path):
     many = ", ".join(f'"key {i}": [{i}]' for i in range(50_000))
     trace = read(tmp_path, f'{{{many}, "traceEvents": [{EVENT}], "baseTimeNanoseconds": 7}}')

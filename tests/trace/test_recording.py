@@ -246,7 +246,7 @@ def test_a_counter_of_the_wrong_kind_costs_at_most_its_line(tmp_path, counter):
         assert one.power_watts is None or isinstance(one.power_watts, float)
 
 
-@settings(max_examples=100)
+@settings(max_examples=5 * settings().max_examples)
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_random_bytes_never_make_more_than_a_recording_error(tmp_path_factory, facts, samples):
     folder = tmp_path_factory.getbasetemp() / "random-bytes"
@@ -267,7 +267,7 @@ JSON = st.recursive(
 CHANGE = st.tuples(st.integers(0, 3), st.sampled_from([*sample(0), "device_ns", "loss", "restart"]), JSON)
 
 
-@settings(max_examples=100)
+@settings(max_examples=5 * settings().max_examples)
 @given(st.lists(CHANGE, max_size=5))
 def test_lines_of_the_right_shape_with_wrong_values_never_raise(tmp_path_factory, changes):
     entries = [sample(step) for step in range(4)]

@@ -187,6 +187,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_no_text_is_read_again_and_again(monkeypatch, hostile):
     """GIVEN hostile text THEN what is read of it, all attempts together, is a few times its length."""

@@ -419,6 +419,7 @@ def test_capacity_is_proven_by_topk():
     assert proof.shows(evidence_of(made(torch.float32, **sizes)[0], backward=False)) is None
 
 
+@pytest.mark.long
 def test_the_loss_is_proven():
     losses = ("full", "chunked", "fused")
     built = {loss: made(torch.float32, loss=loss, blocks=1, recursions=1)[0] for loss in losses}

@@ -183,6 +183,7 @@ def test_fused_removes_most_of_the_memory_of_full():
     assert fused.peak < 0.1 * full.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["full", "chunked", "fused"])
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=no_bf16_units)])
 def test_a_compiler_takes_it_whole(loss, autocast):
