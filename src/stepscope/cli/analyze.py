@@ -1,13 +1,13 @@
-"""Show where the time in a trace goes; with --memory, what filled the memory.
+"""Show where the time in a trace goes; with --memory, what takes up memory.
 
---attention shows the backend of each attention call, and why it is not flash attention. --copies shows where copies
-and casts come from, and what a step would take without them. --compiler shows what torch.compile did, why, and what
-it cost.
+--attention shows the backend of each attention call and, if it is not flash attention, why. --copies shows where
+copies and casts come from, and how long a step would take without them. --compiler shows what torch.compile did, why,
+and what it cost.
 
 Reads PyTorch profiler traces (.json, .json.gz), a folder with one trace per rank, or a recording. Needs neither torch
 nor a GPU. The parsed trace is cached next to the file (<trace>.stepscope) until the trace changes. --memory also
 reads CUDA memory snapshots (.pickle), without executing them. Given two recordings with different sequence lengths or
-batch sizes, it shows how memory grows.
+batch sizes, --memory shows how memory grows.
 
 examples:
   stepscope analyze trace.json.gz
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 8  # in lists of names on a terminal
 VIEWS = {
-    "memory": "show what filled the memory",
-    "attention": "show attention backends, and why not flash",
+    "memory": "show what takes up memory",
+    "attention": "show attention backends, and why flash was not used",
     "copies": "show where copies and casts come from",
     "compiler": "show what torch.compile did and what it cost",
 }
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, about in VIEWS.items():
         add(f"--{name}", action="store_true", help=about)
     add("--json", action="store_true", help="print JSON instead of text (docs/analyze.md)")
-    add("-o", "--output", type=Path, metavar="SVG", help="with --memory: draw the timeline")
+    add("-o", "--output", type=Path, metavar="SVG", help="with --memory: draw the timeline to this file")
     add("--step", type=int, metavar="N", help="only this step")
-    add("--top", type=positive, metavar="N", help="rows in lists of names (default 8; in JSON all)")
+    add("--top", type=positive, metavar="N", help="rows in lists of names (default 8; all in JSON)")
     add_source_arguments(parser, "only this rank")
 
 

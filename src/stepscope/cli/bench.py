@@ -1,13 +1,13 @@
 """Measure a grid of configurations and print a complete table, even if some of them fail.
 
-Each configuration, or point, runs in its own process, so running out of memory, a crash, a hang or a wrong result
-only becomes a row of the table. Rows are written as they finish; continue an interrupted sweep with --resume. Each
-variant must match the results of the workload's reference before it is timed, and a trace must show that its code
-path ran.
+Each configuration (a point) runs in its own process. One that runs out of memory, crashes, hangs or computes a wrong
+result is still a row in the table. Rows are written as they finish; continue an interrupted sweep with --resume.
+Before a variant is timed, its results must match the workload's reference, and a trace must show that its code path
+ran.
 
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
-All combinations of comma-separated values are run. The exit code is 0 if every row is ok, 1 if any row is not, 2 for
-a usage error.
+All combinations of comma-separated values are run. The exit code is 0 if every row is ok, 1 if any row is not, and 2
+for a usage error.
 
 --check compile, dtypes or precision runs a check instead: see stepscope bench --check compile --help.
 

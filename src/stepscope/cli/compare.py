@@ -1,15 +1,15 @@
 """Decide whether two runs really differ, and show where the difference comes from.
 
 BASE and NEW are two recordings, two results of stepscope bench (the folder, or its results.jsonl) or two traces (a
-file, or a folder of ranks). A change counts if a Mann–Whitney test and the bootstrap interval of the median's change
+file, or a folder of ranks). A change counts if a Mann–Whitney test and the bootstrap interval of the change in median
 both show it and it exceeds --threshold. Runs that differ in device, dtype, or the number of tokens, parameters,
 ranks or FLOPs are not compared, unless --allow lists that difference.
 
-Repeated runs of the same code differ too. --base and --new take several runs each, at least three. Whole runs are
-then the samples, and the interval includes the variation between them.
+Repeated runs of the same code differ too. To account for this, pass at least three runs each to --base and --new.
+Each run is then one sample, and the interval includes the variation between runs.
 
-The exit code is 0 if all gates pass, 3 if one fails, 4 if the two are not comparable or there are too few samples, 2
-for a usage error. A gate never passes on missing data.
+The exit code is 0 if all --fail-on gates pass, 3 if one fails, 4 if the two are not comparable or there are too few
+samples, and 2 for a usage error. A gate never passes on missing data.
 
 examples:
   stepscope compare runs/main runs/mine
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("paths", nargs="*", type=Path, metavar="BASE NEW", help="two recordings, sweeps or traces")
     add("--base", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of BASE")
     add("--new", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of NEW")
-    worse = "exit with 3 if METRIC gets worse by more than P%%"
+    worse = "exit with code 3 if METRIC worsens by more than P%%"
     add("--fail-on", action="append", default=[], metavar="METRIC:P%", help=worse)
     add("--allow", action="append", default=[], metavar="WHAT", help="differences to accept, e.g. device,dtype")
     noise = "treat changes below this as noise (default 2%%)"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--markdown", action="store_true", help="print Markdown for a pull request")
     add("--github-summary", action="store_true", help=f"also append Markdown to ${SUMMARY_VARIABLE}")
     add("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
-    add("--no-cache", action="store_true", help="do not use or write the cache")
+    add("--no-cache", action="store_true", help="do not read or write the cache")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,12 +1,12 @@
-"""Find what is wrong with a step: each cause with its evidence, its cost and a fix.
+"""Find what is wrong with a step: each problem with its evidence, its cost and a fix.
 
 Reads a recording, a PyTorch profiler trace (.json, .json.gz) or a folder with one trace per rank. Needs neither torch
-nor a GPU. Savings come from replaying the step without the cause. Also lists the rules that
-passed, and the rules that could not run with the command that provides their data.
+nor a GPU. Savings come from replaying the step without the problem. Also lists the rules that passed, and those that
+could not run, each with the command that provides the missing data.
 
 What-if: with --scale, --drop-launches, --host or --no-waits, the step is instead replayed with a change that you
-specify. WORK is FIELD=PATTERN, or several separated by commas. FIELD is class, kernel, op, called (the op that the
-program called), module or phase. * matches anything. See docs/whatif.md.
+specify. WORK is FIELD=PATTERN, or several separated by commas. FIELD is class, kernel, op, called (the outermost op),
+module or phase. * matches anything. See docs/whatif.md.
 
 To ignore rules, list them in pyproject.toml:
   [tool.stepscope.diagnose]

@@ -23,19 +23,19 @@ GROUPS = {
         "run": "measure a training script without editing it",
         "verify": "measure whether a fix pays off: step time and losses",
     },
-    "for a model: a workload, a config or your own factory": {
-        "plan": "predict memory use and least step time without a GPU",
+    "for a model: a built-in workload, a config or your own function": {
+        "plan": "predict memory use and minimum step time without a GPU",
         "bench": "measure a grid of configurations",
         "tune": "search for the fastest configuration that fits",
         "study": "run a complete investigation and write its report",
     },
     "for a file: a recording, a trace or a sweep (default: the latest run)": {
         "show": "summarize a run, trace, sweep or memory snapshot",
-        "analyze": "break down the time, memory or compiling in a trace",
+        "analyze": "break down time, memory or compilation in a trace",
         "diagnose": "find problems, what they cost and how to fix them",
-        "compare": "decide whether two runs differ, and where",
+        "compare": "test whether two runs differ, and show where",
         "report": "write an HTML page, Markdown, or tables and charts",
-        "export": "write a trace for Perfetto, speedscope, CSV, Parquet",
+        "export": "export a trace to Perfetto, speedscope, CSV or Parquet",
         "sql": "query the tables of a trace",
     },
     "for this machine": {
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="stepscope",
         usage="stepscope VERB …",
-        description="Find where the time of a PyTorch training step goes, how to cut it, and whether a fix works.",
+        description="Find where the time in a PyTorch training step goes, how to reduce it, and whether a fix works.",
         epilog=f"{groups}\n\nRun `stepscope VERB --help` for the options of one verb.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

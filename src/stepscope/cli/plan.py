@@ -1,8 +1,8 @@
-"""Predict a training step's memory use, whether it fits, and its least time, without a GPU or allocated weights.
+"""Predict a training step's memory use, whether it fits, and its minimum time, without a GPU or allocating weights.
 
-Runs the program's own steps on tensors without data and replays their allocations in a model of CUDA's caching
-allocator. The least time is a lower bound. The prediction is for the installed PyTorch version, eager or with
---compile default, on a device that nothing else uses.
+Runs the program's own steps on tensors without data and replays their allocations in a model of PyTorch's CUDA
+caching allocator. The "least time" is a lower bound. The prediction is for the installed PyTorch version, in eager
+mode or with --compile default, on a device that no other process uses.
 
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
 

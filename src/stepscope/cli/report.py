@@ -1,9 +1,9 @@
-"""Write a self-contained page that shows where a step's time and memory go, or the results of a sweep.
+"""Write a self-contained HTML page that shows where a step's time and memory go, or the results of a sweep.
 
 PATH is a recording, a PyTorch profiler trace (.json, .json.gz), a folder with one trace per rank, or the folder or
-results.jsonl of stepscope bench. The extension of -o selects the format: .html (the page), .md (for a pull request),
-.json, or a folder with all of them, every table as CSV and every chart as PNG. Without -o, the report is written to
-report.html inside a recording or sweep or, for a trace, to NAME.report.html in the current folder.
+results.jsonl of stepscope bench. The extension of -o selects the format: .html (the page), .md (for a pull request)
+or .json. If -o is a folder, it gets all three, every table as CSV and every chart as PNG. Without -o, the report is
+written to report.html inside a recording or sweep or, for a trace, to NAME.report.html in the current folder.
 
 examples:
   stepscope report runs/train-20260101-120000 --open
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", type=Path, nargs="?", metavar="PATH", help="recording, trace, folder of ranks or sweep")
     add("--from", dest="rows", type=Path, metavar="FILE", help="results.jsonl of a sweep")
-    add("-o", "--output", type=Path, metavar="FILE", help="report.html, .md, .json or a folder")
+    add("-o", "--output", type=Path, metavar="FILE", help="output file (.html, .md or .json) or folder")
     add("--force", action="store_true", help="overwrite existing files")
     add("--open", action="store_true", help="open the page in the browser")
     add_source_arguments(parser)

@@ -1,9 +1,9 @@
 """Measure a training script without editing it.
 
 Runs the script as Python would and finds its steps. First come warm-up steps, then timed steps, then a trace window,
-then a memory and FLOPs window; the rest runs unmeasured. Prints a summary, the card, at the end. The output,
-exceptions and exit code are the script's own. Processes that the script starts and that train are measured too: one
-recording has all ranks. SCRIPT can also be a launcher, such as torchrun. --memory also saves the CUDA allocator's
+then a memory and FLOPs window; after that, only step times are recorded. At the end, prints a summary called the
+card. Output, exceptions and exit code are the script's own. Child processes that train are measured too; one
+recording holds all ranks. SCRIPT can also be a launcher, such as torchrun. --memory also saves the CUDA allocator's
 history to snapshot.pickle.
 
 examples:
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, default=5, metavar="N", help="warm-up steps excluded from timing (default 5)")
     add("--clean", type=int, default=20, metavar="N", help="timed steps (default 20)")
     add("--trace", type=int, default=2, metavar="N", help="traced steps, 0 for none (default 2)")
-    add("--repeat", type=int, default=1, metavar="N", help="trace windows, one file each (default 1)")
+    add("--repeat", type=int, default=1, metavar="N", help="number of trace windows, one file each (default 1)")
     add("--memory", action="store_true", help="record the source line of every allocation")
     add("--no-memory", action="store_true", help="skip the memory and FLOPs window")
-    add("--exit-after", action="store_true", help="stop the script after the last window")
-    add("--inference", action="store_true", help="the script trains nothing: each forward is a step")
+    add("--exit-after", action="store_true", help="stop the script when the measurement is complete")
+    add("--inference", action="store_true", help="count each forward pass as a step (no training)")
     add("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
     add("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
     add("--quiet", action="store_true", help="suppress progress output and the card")

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("study", metavar="NAME", help="name of a study, or your own file")
     for mode, about in (("quick", "small configurations (default)"), ("full", "the whole investigation")):
         add_mode(f"--{mode}", dest="mode", action="store_const", const=mode, help=about)
-    add("--device", choices=("cpu", "cuda"), help="where to run (default: cuda if there is one)")
+    add("--device", choices=("cpu", "cuda"), help="where to run (default: cuda if available)")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="time limit per point in seconds (default: 900)")
     add("-o", "--output", type=Path, metavar="DIR", help="folder for the study (default: runs/…)")
     add("--resume", action="store_true", help="continue an interrupted study")

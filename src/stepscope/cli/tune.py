@@ -1,13 +1,14 @@
-"""Search the knobs of a workload for the highest throughput within a memory budget.
+"""Search the settings (knobs) of a workload for the highest throughput within a memory budget.
 
-The search changes one knob at a time around the best point so far: how things are computed (attention, dispatch,
-loss …), optimizer, attention backend, batch, dtype, checkpointing, compiler. Each point runs in its own process.
-It must pass the correctness gate, and its loss must match that of the plainest variant. Points that are predicted not
-to fit in memory are skipped. At the end, the best, the runner-up and the defaults are measured again, alternating.
+From the best configuration (point) so far, the search changes one knob at a time: the implementation (attention,
+dispatch, loss …), optimizer, attention backend, batch, dtype, checkpointing, compiler. Each point runs in its own
+process. It must pass the correctness check of stepscope bench, and its loss must match that of the plainest variant.
+Points that are predicted not to fit in memory are skipped. At the end, the best point, the runner-up and the defaults
+are measured again in alternating runs.
 
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
-A knob with one value is fixed; a knob with several values is searched. The exit code is 0 if a point is correct, 1 if
-none is, 2 for a usage error.
+A knob with one value is fixed; a knob with several values is searched. The exit code is 0 if any point is correct, 1
+if none is, and 2 for a usage error.
 
 examples:
   stepscope tune cs336 --preset tiny --set seq_len=64 --device cpu --minutes 3

@@ -1,14 +1,14 @@
 """Measure whether a fix pays off: alternate runs with and without it, and compare step times and losses.
 
-TARGET is a recording, whose command is run again in the same folder, or a script with its arguments. A fix is applied
-from outside, in a fresh process under stepscope run; the script itself does not change. Each variant has a trial run
-first: a fix that changes nothing is reported as "not applied". Then N rounds are timed, each without and with the
-fix. Step times are compared as in stepscope compare, and losses step by step. The result is shown next to the saving
-that stepscope diagnose expected.
+TARGET is a script with its arguments, or a recording, whose command is run again in the same folder. A fix is applied
+from outside, in a fresh process under stepscope run; the script itself does not change. Each variant first runs once
+untimed, as a rehearsal: a fix that changes nothing is reported as "not applied". Then come N timed rounds, each with
+one run without and one with the fix. Step times are compared as in stepscope compare, and losses step by step. The
+result is shown next to the saving that stepscope diagnose expected.
 
 Put options before TARGET; --fix, --rounds and --json may also follow it. Arguments after "--" go to the script.
 Fixes joined by "+" are applied together. The exit code is 0 if every fix was measured and its losses agree, 3 if one
-fails or its losses differ, 4 if one could not be applied or measured, 2 for a usage error.
+fails or its losses differ, 4 if one could not be applied or measured, and 2 for a usage error.
 
 examples:
   stepscope verify runs/baseline --fix unfused_optimizer
@@ -35,7 +35,7 @@ LIST = "list"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_options(parser)
     add = parser.add_argument
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module as TARGET")
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m")
     about = "a recording, or a script and its arguments"
     add("target", nargs=argparse.REMAINDER, metavar="TARGET …", help=about)
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     _add_options_anywhere(parser)
     add, allowed = parser.add_argument, "allowed loss difference (default: depends on the fix)"
-    add("--warmup", type=positive, default=8, metavar="N", help="warm-up steps, not timed (default 8)")
+    add("--warmup", type=positive, default=8, metavar="N", help="warm-up steps excluded from timing (default 8)")
     add("--clean", type=positive, default=20, metavar="N", help="timed steps per run (default 20)")
     add("--tolerance", type=share, metavar="P%", help=allowed)
     add("--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)")
@@ -53,7 +53,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _add_options_anywhere(parser: argparse.ArgumentParser) -> None:
     """Add the options that may also follow a script's name."""
     add, pairs = parser.add_argument, "pairs of runs, without and with the fix (default 4)"
-    add("--fix", action="append", default=[], metavar="ID", help="a fix to apply; may be repeated")
+    add("--fix", action="append", default=[], metavar="ID", help="fix to test; may be repeated")
     add("--rounds", type=positive, default=4, metavar="N", help=pairs)
     add("--json", action="store_true", help="print JSON instead of text (docs/verify.md)")
 

@@ -33,7 +33,7 @@ class Finding:
     upper_bound: bool = False  # whether the saving is the most that the fix can achieve
     confidence: Confidence = "high"
     places: tuple[tuple[int, int], ...] = ()
-    """Where to look in the trace: up to 20 pairs of `start_ns` and `end_ns` on its clock, best first."""
+    """Where to look in the trace, most relevant first: up to 20 pairs of `start_ns` and `end_ns` on its clock."""
     is_provable: bool = True  # whether this finding's fix is the one that `stepscope verify` applies for the rule
     id: str = ""  # the rule's id, set by `diagnose`
 

@@ -24,21 +24,21 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True)
 class LossCheck:
-    """The losses with a change compared with those without."""
+    """How the losses with a change compare with those without it."""
 
     verdict: str  # `agree`, `differ` or `not compared`
     reason: str | None  # why they were not compared
     arithmetic: str  # the change's effect on the arithmetic: `same`, `reordered`, `reduced`, `not comparable`
     tolerance_share: float | None = None  # the allowed difference at each step
     noise_share: float | None = None
-    """The largest distance of two runs without the change; 0 for a deterministic script."""
+    """The largest difference between two runs without the change; 0 for a deterministic script."""
     limit_share: float | None = None  # the limit that was applied: the tolerance plus twice the noise
     difference_share: float | None = None
-    """The largest distance between runs with and without the change, the median over pairs; null if not finite."""
-    step: int | None = None  # the step of that distance, in the median pair
+    """The largest difference between a run with and one without the change: median over pairs; null if not finite."""
+    step: int | None = None  # the step of that difference, in the median pair
     before: float | None = None  # the loss there without the change; null if not finite
     after: float | None = None
-    num_steps: int = 0  # compared in each pair, at least
+    num_steps: int = 0  # the fewest steps compared in any pair
 
 
 def check_losses(

@@ -43,7 +43,7 @@ class Expected:
     """What `stepscope diagnose` predicts for the fix."""
 
     saving_ns: float | None
-    share: float | None  # of the recording's step
+    share: float | None  # `saving_ns` as a share of the recording's step
     upper_bound: bool
     confidence: str | None
     reason: str | None  # why nothing is predicted
@@ -67,7 +67,7 @@ class Verified:
     does not run with it; `not applied`: it changed nothing; `not comparable`."""
     reason: str | None  # why, if the status is not a verdict on times
     change: Change | None = None
-    """Of the step time, or of tokens (samples) per second if the batch changed; its samples are whole runs."""
+    """Change in step time, or in tokens (samples) per second if the batch changed; each sample is a whole run."""
     saving_ns: float | None = None  # per step; null if the batch changed
     rounds: tuple[Round, ...] = ()
     losses: LossCheck | None = None
@@ -77,7 +77,7 @@ class Verified:
     products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Dtype → its share of a step's FLOPs, without and with the fix."""
     warmup_extra_ns: float | None = None  # how much longer the warm-up takes: compiling, starting workers
-    pays_after_steps: int | None = None  # steps until that is recovered; null if the fix saves nothing
+    pays_after_steps: int | None = None  # steps until the fix makes up for that; null if it saves nothing
     peak_bytes: tuple[int, int] | None = None  # peak allocated memory without and with it; null without a GPU
 
 
@@ -91,7 +91,7 @@ class Verification(Shown):
     torch: str | None
     num_rounds: int
     step_ns: float  # the time per step without any fix: the geometric mean of the runs
-    apart_share: float  # the largest distance between two runs without any fix
+    apart_share: float  # slowest run without any fix ÷ fastest, minus 1
     fixes: tuple[Verified, ...]
     warnings: tuple[str, ...]
 

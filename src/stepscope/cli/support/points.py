@@ -21,13 +21,13 @@ RUN_FLAGS = {
     "mode": "inference, forward, forward+backward, step",
     "dtype": "fp32, tf32, bf16, fp16, autocast_bf16, autocast_fp16",
     "compile": "off, default, reduce-overhead, max-autotune …",
-    "sdpa": "attention backend: free, flash, efficient, math, cudnn",
+    "sdpa": "attention backend: free (any), flash, efficient, math, cudnn",
     "optimizer": "adamw, fused, handwritten, sgd",
-    "bf16-reduction": "sum split bf16 products in bf16: auto, on, off",
-    "warmup": "passes before the first sample (default 3)",
+    "bf16-reduction": "reduced-precision bf16 reductions: auto, on, off",
+    "warmup": "warm-up passes before the first sample (default 3)",
     "steps": "number of samples (default 10)",
-    "seed": "seed of weights and data (default 0)",
-    "device": "cpu, cuda (default: cuda if there is one)",
+    "seed": "seed for weights and data (default 0)",
+    "device": "cpu, cuda (default: cuda if available)",
 }
 
 
@@ -36,7 +36,7 @@ def add_point_arguments(parser: argparse.ArgumentParser, about: str, flags: Iter
     add = parser.add_argument
     add("workload", metavar="WORKLOAD", help=about)
     add("--preset", metavar="A,B", help="presets of the workload")
-    add("--set", action="append", default=[], metavar="KEY=V1,V2", help="one or more values for a knob")
+    add("--set", action="append", default=[], metavar="KEY=V1,V2", help="values for a knob, such as seq_len")
     for name in flags:
         add(f"--{name}", metavar="V1,V2", help=RUN_FLAGS[name])
 

@@ -13,7 +13,7 @@ from stepscope.session import Session, open_session
 
 def add_source_arguments(parser: argparse.ArgumentParser, rank: str = "rank to read (default: the first)") -> None:
     parser.add_argument("--rank", type=int, metavar="R", help=rank)
-    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
+    parser.add_argument("--no-cache", action="store_true", help="do not read or write the cache")
 
 
 @contextmanager
