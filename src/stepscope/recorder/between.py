@@ -58,7 +58,8 @@ class Between:
         caller = None if frame is None else frame.f_code
         if self._kind is None or caller is not self._caller:
             self._caller = caller
-            self._kind = self._named()
+            is_usual = root.training or self._is_in_each_step(root)  # else text or pictures to look at
+            self._kind = self._named(ROLLOUT if is_usual else EVALUATION)
             if self._kind is None and root.training and is_trained:
                 is_part = self._is_in_each_step(root) and is_like_training()
                 unnamed = FORWARD_OF_ANOTHER if is_part else FORWARD_WITHOUT_GRADIENTS
@@ -77,8 +78,8 @@ class Between:
         if self._first is None:
             self._first = self._named() or EVALUATION
 
-    def _named(self) -> str | None:
-        return _kind(frame.f_code.co_name.lower() for frame in script_frames())
+    def _named(self, generation: str = ROLLOUT) -> str | None:
+        return _kind((frame.f_code.co_name.lower() for frame in script_frames()), generation)
 
     def _is_in_each_step(self, root: nn.Module) -> bool:
         step, is_usual = self._called.get(id(root), (FIRST_SEEN, True))
@@ -109,8 +110,10 @@ class Between:
         return self._trained[id(root)]
 
 
-def _kind(names: Iterable[str]) -> str | None:
+def _kind(names: Iterable[str], generation: str = ROLLOUT) -> str | None:
     """Return EVALUATION, ROLLOUT or None, from the names of the functions on the stack, innermost first.
+
+    `generation` is what it means to generate, if nothing else is told.
 
     >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["collect_rollouts", "learn"])
     ('evaluation', 'rollout')
@@ -122,4 +125,4 @@ def _kind(names: Iterable[str]) -> str | None:
         if _COLLECTS.search(name):
             return ROLLOUT
         generates |= "generat" in name  # an evaluation may generate too
-    return ROLLOUT if generates else None
+    return generation if generates else None

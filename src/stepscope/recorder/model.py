@@ -200,6 +200,10 @@ class BatchSize(NamedTuple):
     num_samples: int | None
 
 
+MAX_SIZES = 256
+_known_sizes: dict[tuple[Any, ...], BatchSize] = {}  # by the names, shapes and dtypes of the inputs
+
+
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     """Return samples from the first tensor's first dimension, and tokens if the model reads integers.
 
@@ -214,8 +218,23 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     >>> batch_size((torch.zeros(4),), {})  # one state of a simulation
     BatchSize(num_tokens=None, num_samples=1)
     """
-    if len(args) == 1 and type(args[0]) is torch.Tensor and args[0].dtype == torch.int64 and args[0].dim() > 1:
-        return BatchSize(args[0].numel(), args[0].shape[0])  # fast path for language models: this runs at every step
+    key: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()):  # this runs at every step: sizes that were seen before are looked up
+        if type(value) is torch.Tensor:
+            key.append((value.shape, value.dtype))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            key.append(None)
+        else:
+            return _new_batch_size(args, kwargs)
+    found = _known_sizes.get(tuple(key))
+    if found is None:
+        if len(_known_sizes) >= MAX_SIZES:
+            _known_sizes.clear()
+        found = _known_sizes[tuple(key)] = _new_batch_size(args, kwargs)
+    return found
+
+
+def _new_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     named = list(_input_ids((args, kwargs)))
     if named:
         return BatchSize(sum(map(torch.Tensor.numel, named)), int(named[0].shape[0]))
@@ -223,15 +242,16 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     if not tensors:
         return BatchSize(None, None)
     first = tensors[0]
-    is_vector_of_floats = first.dim() == 1 and not _has_integers(first)  # one state of a simulation, not a batch
-    num_samples = int(first.shape[0]) if first.dim() and not is_vector_of_floats else 1
+    num_dimensions, is_whole = first.dim(), _has_integers(first)
+    is_vector_of_floats = num_dimensions == 1 and not is_whole  # one state of a simulation, not a batch
+    num_samples = int(first.shape[0]) if num_dimensions and not is_vector_of_floats else 1
     # Labels may come before the text, and a table of edges or a mask of pixels is not one row of text per sample.
-    max_dimensions = 9 if _has_integers(first) else 2
-    has_pictures = first.dim() > 2 and not _has_integers(first)  # with captions: pairs are counted
+    max_dimensions = 9 if is_whole else 2
+    has_pictures = num_dimensions > 2 and not is_whole  # with captions: pairs are counted
     for one in () if has_pictures else tensors:
         if _has_integers(one) and 2 <= one.dim() <= max_dimensions and one.shape[0] == num_samples:
             return BatchSize(one.numel(), num_samples)
-    is_text = len(tensors) == 1 and first.dim() == 1 and _has_integers(first)
+    is_text = len(tensors) == 1 and num_dimensions == 1 and is_whole
     return BatchSize(first.numel() if is_text else None, num_samples)
 
 

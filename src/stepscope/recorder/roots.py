@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, live_modules
+from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, is_compiled, live_modules
 from stepscope.recorder.patches import Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
+
+LEAST_SHARE_OF_NETWORK = 0.5
+"""Of the parameters of the module around it. Smaller parts are layers, which nobody calls by themselves."""
 
 
 class Roots:
@@ -88,14 +91,14 @@ class Roots:
             self.add(module)
 
     def _hook_idle(self, roots: list[nn.Module], modules: list[nn.Module]) -> None:
-        """Hook models that were not called yet, and their parts: a moving average, or one that is trained later."""
+        """Hook models that were not called yet: a moving average, one that is trained later, a network in a root."""
         known = {id(part) for root in roots for part in root.modules()}
         idle = [one for one in modules if id(one) not in known and any(True for _ in one.parameters())]
         inner = {id(part) for one in idle for part in one.modules() if part is not one}
-        for one in idle:
-            if id(one) not in inner:
-                hooked = [one, *(child for child in one.children() if id(child) not in known)]
-                self._idle += [CallHooks(module, self._begin, self._end) for module in hooked]
+        outermost = [one for one in idle if id(one) not in inner]
+        networks = [part for one in (*roots, *outermost) for part in _networks(one)]
+        unique = {id(one): one for one in (*outermost, *networks)}
+        self._idle += [CallHooks(module, self._begin, self._end) for module in unique.values()]
 
     def stop_search(self) -> None:
         if self._search is not None:
@@ -122,6 +125,17 @@ class Roots:
         self.detach()
         self._hooks.clear()
         self._idle.clear()
+
+
+def _networks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the networks that a module wraps: `generate()` and `sample()` call them without the module itself."""
+    if is_compiled(module):
+        return
+    least = sum(parameter.numel() for parameter in module.parameters()) * LEAST_SHARE_OF_NETWORK
+    for part in module.modules():
+        has_parts = any(True for _ in part.children())
+        if part is not module and has_parts and sum(one.numel() for one in part.parameters()) >= least:
+            yield part
 
 
 class ModuleCalls:

@@ -15,6 +15,8 @@ from stepscope.recorder.step_facts import StepFacts
 
 FLUSH_NS = 250_000_000
 
+_Step = tuple[TimedStep, str, StepFacts, int | None, int]  # a line that is formatted when it is written
+
 
 class Samples:
     """The steps of one recording as they are written. `waits` gathers the lines of a quarter of a second."""
@@ -23,7 +25,7 @@ class Samples:
         self.waits = False
         self._file = files.LineFile(folder / files.SAMPLES_FILE)
         self._pending: list[TimedStep] = []  # steps whose device times have not been read yet
-        self._lines: list[str] = []
+        self._lines: list[str | _Step] = []
         self._flushed_ns = 0
 
     @property
@@ -32,16 +34,7 @@ class Samples:
 
     def add(self, step: TimedStep, window: str, facts: StepFacts, num_tokens: int | None, num_compiles: int) -> None:
         """Write a step. `num_tokens` are those that the user gave."""
-        seen_tokens, num_samples, num_micro_batches = facts.batch
-        host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
-        times = f'"num_times": {json.dumps(step.num_times)}, ' if step.num_times else ""
-        self._append(  # formatted by hand: this runs between two timed steps, and json.dumps takes four times as long
-            f'{{"step": {step.index}, "window": "{window}", "start_ns": {step.start_ns}, '
-            f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, {times}'
-            f'"num_tokens": {num_tokens or seen_tokens or "null"}, "num_samples": {num_samples or "null"}, '
-            f'"num_micro_batches": {num_micro_batches}, "num_skipped": {facts.num_skipped}, '
-            f'"num_compiles": {num_compiles}}}'
-        )
+        self._append((step, window, facts, num_tokens, num_compiles))
         step.loss = facts.loss
         if step.first_event is not None or step.loss is not None:
             self._pending.append(step)
@@ -80,7 +73,7 @@ class Samples:
         self._flush()
         self._file.close()
 
-    def _append(self, line: str) -> None:
+    def _append(self, line: str | _Step) -> None:
         self._lines.append(line)
         now = time.perf_counter_ns()
         if not self.waits or now - self._flushed_ns > FLUSH_NS:
@@ -89,8 +82,22 @@ class Samples:
 
     def _flush(self) -> None:
         if self._lines:
-            self._file.append("\n".join(self._lines), len(self._lines))
+            lines = [line if isinstance(line, str) else _step_line(*line) for line in self._lines]
+            self._file.append("\n".join(lines), len(lines))
             self._lines.clear()
+
+
+def _step_line(step: TimedStep, window: str, facts: StepFacts, num_tokens: int | None, num_compiles: int) -> str:
+    seen_tokens, num_samples, num_micro_batches = facts.batch
+    host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
+    times = f'"num_times": {json.dumps(step.num_times)}, ' if step.num_times else ""
+    return (  # formatted by hand: this runs between two timed steps, and json.dumps takes four times as long
+        f'{{"step": {step.index}, "window": "{window}", "start_ns": {step.start_ns}, '
+        f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, {times}'
+        f'"num_tokens": {num_tokens or seen_tokens or "null"}, "num_samples": {num_samples or "null"}, '
+        f'"num_micro_batches": {num_micro_batches}, "num_skipped": {facts.num_skipped}, '
+        f'"num_compiles": {num_compiles}}}'
+    )
 
 
 def _read_loss(step: TimedStep, line: dict[str, Any]) -> None:

@@ -78,18 +78,25 @@ class StepFacts:
         return size.num_samples
 
     def backward_begins(self, gradients: GradientState) -> None:
-        """Remember the gradients of the models that wait for a backward. One alone is the one that is meant."""
+        """Count the forward that waits for a backward; of several, remember the gradients of their models."""
         if len(self._waiting) > 1:
             self._gradients = {
                 key: gradients(root) for key, one in self._roots.items() if (root := one()) is not None
             }
+        else:
+            self._count(list(self._waiting))
 
     def backward_ended(self, gradients: GradientState) -> None:
         """Count the forwards that the backward has reached: all that wait, if no gradient shows which."""
+        if not self._gradients:
+            return
         before, self._gradients = self._gradients, {}
         roots = {key: one() for key, one in self._roots.items() if key in before}
         reached = [key for key, root in roots.items() if root is not None and gradients(root) != before[key]]
-        for key in reached or list(self._waiting):
+        self._count(reached or list(self._waiting))
+
+    def _count(self, keys: list[int]) -> None:
+        for key in keys:
             new_tokens, new_samples = self._waiting.pop(key)
             del self._roots[key]
             tokens, samples, calls = self._batches.get(key, (0, 0, 0))

@@ -64,6 +64,9 @@ class StepFinder:
 
     def saw(self, source: str, who: Any) -> Boundary:
         """Return what it means that `who` (an optimizer or a root module) has just finished."""
+        if source is self.source is OPTIMIZER and len(self._known) == 1 and who in self._known:  # as a rule
+            self._events.append((who, True))
+            return Boundary.END
         if _RANK[source] < _RANK[self.source] or (source == FORWARD and self.trains):
             return Boundary.NONE
         self.trains |= source in (OPTIMIZER, UPDATE)
@@ -91,8 +94,6 @@ class StepFinder:
             else:
                 self._know({who})
                 return Boundary.END
-        if len(self._known) == 1:
-            return Boundary.END
         self._stepped[who] += 1
         if len(self._stepped) == len(self._known) or self._num_turns > MAX_TURNS:
             self._stepped.clear()
