@@ -61,6 +61,7 @@ BETWEEN = (
         in_make_test=True,
     ),
     Case("between/average_evaluated", 60, 8, between=("evaluation",), period=10, in_make_test=True),
+    Case("between/wrapper_samples", 60, 136, "tokens", between=("evaluation",), period=10, in_make_test=True),
     Case("between/rollout_no_grad", 40, 48, between=("rollout",), in_make_test=True),
     Case("between/rollout_with_grad", 40, 12, micro_batches=None, in_make_test=True),
     Case(
