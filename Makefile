@@ -9,16 +9,18 @@ INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -
 # Without bytecode every process that imports torch takes four seconds longer.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What has to be installed is installed at the same time.
+# What does not need the other runs at the same time: installing, checking the source and the tests.
 MAKEFLAGS += --jobs=3
 
-.PHONY: demo test test-all lint chromium clean
+.PHONY: demo test quick-tests test-all lint chromium clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/stepscope run -o runs/demo --force examples/train_gpt.py
 	$(BIN)/stepscope report runs/demo --force
 
-test: lint chromium
+test: lint quick-tests
+
+quick-tests: $(VENV)/test.installed chromium
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS)
 
 # With those that take minutes: every fix of verify, compiled plans, the largest campaigns.

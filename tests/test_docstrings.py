@@ -33,4 +33,4 @@ def test_there_are_examples_to_run():
     }
 
     assert sum(count > 0 for count in examples.values()) >= 8
-    assert examples["stepscope.formatting"] >= 6 and examples["stepscope.recorder.steps"] >= 2
+    assert examples["stepscope.formatting"] >= 6 and examples["stepscope.recorder.step_ends"] >= 2

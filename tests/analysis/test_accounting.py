@@ -17,7 +17,7 @@ import pytest
 from stepscope.analysis.kernels.kernels import launches, top_kernels
 from stepscope.analysis.ranks.rank_account import RankAccount, account, phase_table, step_table
 from stepscope.analysis.structure.links import Linked, link
-from stepscope.analysis.time.idle import idle_causes, idle_gaps
+from stepscope.analysis.time.idle_causes import idle_causes, idle_gaps
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, PUBLIC, TraceBuilder, needs_traces
 

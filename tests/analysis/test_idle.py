@@ -14,7 +14,7 @@ from call_count import num_calls
 from stepscope.analysis.ranks.all_ranks import Analysis
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.time.gpu_time import gpu_time
-from stepscope.analysis.time.idle import CAUSES, idle_causes, idle_gaps
+from stepscope.analysis.time.idle_causes import CAUSES, idle_causes, idle_gaps
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, PUBLIC, TraceBuilder, needs_traces
 

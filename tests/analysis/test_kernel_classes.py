@@ -22,7 +22,7 @@ from stepscope.analysis.kernels.kernel_classes import (
     classify_kernels,
     fused_ops,
 )
-from stepscope.analysis.kernels.kernel_rules import OP_CLASSES, OPS_BY_CLASS, VIEWS
+from stepscope.analysis.kernels.kernel_name_tables import OP_CLASSES, OPS_BY_CLASS, VIEWS
 
 DATA = Path(__file__).parent / "data"
 CATALOG = DATA / "kernel_catalog_h200.json"

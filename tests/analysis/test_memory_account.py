@@ -223,7 +223,7 @@ def test_rows_of_modules_hold_all_the_bytes(sizes):
 
 
 def test_it_needs_nothing_but_the_standard_library():
-    program = "import sys, stepscope.analysis.memory.account, stepscope.session.memory_growth\n"
+    program = "import sys, stepscope.analysis.memory.account, stepscope.session.memory_scaling\n"
     program += "import stepscope.document.sections.memory, stepscope.render.svg\n"
     program += "print([name for name in ('torch', 'polars', 'msgspec', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

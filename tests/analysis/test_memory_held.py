@@ -6,7 +6,7 @@ from stepscope.analysis.memory.account import account
 from stepscope.document.sections.memory import memory_document
 from stepscope.render.terminal import terminal_text
 from stepscope.session.memory import RECORDING, MemoryReport
-from stepscope.session.memory_growth import MemoryAnalysis
+from stepscope.session.memory_scaling import MemoryAnalysis
 
 LOSSES, SEEN = "train.py:9 losses", "train.py:12 seen"
 

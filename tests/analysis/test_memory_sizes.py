@@ -11,7 +11,7 @@ import pytest
 
 from memories import FF, B, D, H, S, V, transformer
 from stepscope.analysis.memory.account import account
-from stepscope.analysis.memory.growth import growth
+from stepscope.analysis.memory.scaling import growth
 from stepscope.analysis.memory.size_formulas import find_symbols, formula
 from stepscope.errors import UsageError
 from stepscope.trace.memory_file import read_memory

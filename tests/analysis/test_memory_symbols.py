@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memories import tensor
-from stepscope.analysis.memory.growth import growth
+from stepscope.analysis.memory.scaling import growth
 from stepscope.analysis.memory.size_formulas import find_symbols, formula
 
 

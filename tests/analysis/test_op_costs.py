@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from stepscope.analysis.costs.op_calls import _SCALAR_TYPES, FORMULAS, ITEM_BYTES
 from stepscope.analysis.costs.op_costs import DTYPES, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
-from stepscope.analysis.costs.op_traffic import FREE
+from stepscope.analysis.costs.traffic_formulas import FREE
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 _COMPOSITE = """

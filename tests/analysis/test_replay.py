@@ -10,7 +10,7 @@ from any_trace import any_trace
 from stepscope.analysis.structure.links import link
 from stepscope.analysis.structure.work import work
 from stepscope.analysis.time.replay import Change, Replay, typical_steps
-from stepscope.analysis.time.whatif import choose, stretches, without
+from stepscope.analysis.time.what_if import choose, stretches, without
 from stepscope.errors import UsageError
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces

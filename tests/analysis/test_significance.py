@@ -146,6 +146,7 @@ def test_false_alarms_in_real_noise_are_rare():
     assert significant > 0, "a test that never says anything is no test"
 
 
+@pytest.mark.long
 def test_a_slowdown_of_five_percent_is_caught():
     generator = random.Random(2)
     verdicts = [

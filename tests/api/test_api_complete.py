@@ -93,6 +93,7 @@ def test_wrong_values_are_errors(call, said, tmp_path, monkeypatch):
         call()
 
 
+@pytest.mark.long
 def test_bench_returns_the_figures_of_its_points(tmp_path):
     shares, lines = [], []
     sweep = stepscope.bench(

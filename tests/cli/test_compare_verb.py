@@ -230,6 +230,7 @@ def test_two_sweeps_about_one_knob(sweeps, compare, as_json):
     assert "2 points compared" in text and re.search(r"implementation +naive +builtin", text)
 
 
+@pytest.mark.long
 def test_a_point_that_is_gone_leaves_the_gate_undecided(sweeps, tmp_path, compare, as_json):
     # The samples of a steady machine, so that the gate of the row that is there can be decided.
     rows = [json.loads(line) for line in (sweeps / "naive" / "results.jsonl").read_text().splitlines()]
@@ -249,6 +250,7 @@ def test_a_point_that_is_gone_leaves_the_gate_undecided(sweeps, tmp_path, compar
     assert "oom: asked for 3 GiB" in " ".join(text.split())
 
 
+@pytest.mark.long
 def test_two_of_different_kinds_are_refused(runs, sweeps, compare):
     message = compare(runs / "base", sweeps / "naive", code=4)
     assert "is a recording and" in message and "is a bench result: name two of one kind" in message

@@ -17,9 +17,9 @@ from torch.nn import functional  # noqa: E402
 
 from stepscope.devices.peaks import find_device  # noqa: E402
 from stepscope.planner.compiled.graphs import ERROR_BAR  # noqa: E402
+from stepscope.planner.dataless_steps import trace  # noqa: E402
 from stepscope.planner.hardware import hardware_of  # noqa: E402
 from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.planner.tracing import trace  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from stepscope.cli.main import main
 from stepscope.errors import UsageError
-from stepscope.planner import tracing
+from stepscope.planner import dataless_steps
 from stepscope.planner.fit_search import Search
 from stepscope.planner.prediction import FITS, GROWS, NOT_KNOWN, TOO_LARGE
 from stepscope.sweep.tuning.largest_passing import HIGHEST, largest
@@ -138,7 +138,7 @@ def test_what_the_plan_cannot_do_is_an_error_and_no_limit(search):
 
 def test_a_fault_of_the_plan_is_an_error_and_no_limit(search, monkeypatch):
     faulty = [mock.DEFAULT, mock.DEFAULT, RuntimeError("a stack is empty")]
-    monkeypatch.setattr(tracing, "_until", mock.Mock(wraps=tracing._until, side_effect=faulty))
+    monkeypatch.setattr(dataless_steps, "_until", mock.Mock(wraps=dataless_steps._until, side_effect=faulty))
     value, why = search("table")
 
     assert value is None and re.search(r"batch=32: .*RuntimeError: a stack is empty", why)

@@ -20,10 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from stepscope.cli.main import main  # noqa: E402
 from stepscope.devices.peaks import find_device  # noqa: E402
 from stepscope.planner.allocator import Allocator  # noqa: E402
+from stepscope.planner.dataless_steps import trace  # noqa: E402
 from stepscope.planner.emulation.fsdp import ERROR_BAR, units  # noqa: E402
 from stepscope.planner.hardware import hardware_of  # noqa: E402
 from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.planner.tracing import trace  # noqa: E402
 from stepscope.sweep import measure, prepare  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.recorder.steps import EXPLICIT, FORWARD, MAX_STEPS_OF_ONE, MAX_TURNS, OPTIMIZER, Boundary, StepFinder
+from stepscope.recorder.step_ends import (
+    EXPLICIT,
+    FORWARD,
+    MAX_STEPS_OF_ONE,
+    MAX_TURNS,
+    OPTIMIZER,
+    Boundary,
+    StepFinder,
+)
 
 SHORT = {Boundary.NONE: ".", Boundary.JOIN: "J", Boundary.END: "E", Boundary.RESTART: "R"}
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stepscope
-from stepscope.recorder import trace as trace_module
-from stepscope.recorder.trace import _named, summarize, trim, union_ns
+from stepscope.recorder import trace_window as trace_module
+from stepscope.recorder.trace_window import _named, summarize, trim, union_ns
 from stepscope.recorder.windows import Windows
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA

@@ -9,7 +9,7 @@ from stepscope.analysis.memory.account import account
 from stepscope.document.sections.memory import memory_document
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
-from stepscope.session.memory_growth import analyze_memory
+from stepscope.session.memory_scaling import analyze_memory
 
 
 def left(num_bytes: int, frame: str | None = "train.py:9 losses") -> dict:

@@ -16,7 +16,7 @@ from stepscope.document.sections.memory import memory_document
 from stepscope.render.svg import svg_of
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
-from stepscope.session.memory_growth import analyze_memory
+from stepscope.session.memory_scaling import analyze_memory
 
 EVIL = "evil\x1b[31m\x1b]0;title\x07\x9b2J‮</text><script>alert('&')</script>\r\n"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -17,7 +17,7 @@ from stepscope.api.displays import document_of
 from stepscope.findings.finding import Finding
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
-from stepscope.session.memory_growth import analyze_memory
+from stepscope.session.memory_scaling import analyze_memory
 from trace_builder import TraceBuilder
 
 NASTY = "</pre><script>alert(1)</script>\"'\n\u202e\x1b[31m<img src=x onerror=alert(1)>" + "y" * 5000

@@ -17,8 +17,8 @@ from stepscope.document.model import Bars, Chart, Document, Node, Section, Serie
 from stepscope.errors import MissingDependencyError
 from stepscope.render.page import page as page_module
 from stepscope.render.page.elements import table_data, with_code
-from stepscope.render.page.figures import figure_of
 from stepscope.render.page.page import page_of
+from stepscope.render.page.plotly_charts import figure_of
 from stepscope.render.page.trees import MOST_NODES
 
 ELEMENTS = {"html", "head", "meta", "title", "style", "script", "body", "header", "h1", "nav", "a", "div", "button",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hostile_names import charts
 from stepscope.document.model import Bars, Heat, Lines, Scatter, Series, Tree
 from stepscope.errors import MissingDependencyError
-from stepscope.render.page.figures import figure_of
+from stepscope.render.page.plotly_charts import figure_of
 from stepscope.render.png.trees import Tile, squarified
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")

@@ -172,7 +172,7 @@ def test_exit_codes_messages_and_atexit_are_the_scripts(lab, ending, exit_code, 
 
 @pytest.mark.parametrize(
     ("source", "num_steps"),
-    [(RAISES_IN_BACKWARD, 5), (RAISES_CHAINED, 3)],
+    [(RAISES_IN_BACKWARD, 5), pytest.param(RAISES_CHAINED, 3, marks=pytest.mark.long)],
     ids=["inside backward", "chained"],
 )
 def test_a_traceback_is_the_scripts_own(lab, source, num_steps):

@@ -12,7 +12,7 @@ from stepscope.recorder import files
 from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
-from stepscope.session.memory_growth import analyze_memory
+from stepscope.session.memory_scaling import analyze_memory
 
 SHORT = ("--warmup", "2", "--clean", "2", "--trace", "0", "--memory")
 NUM_STEPS_BEFORE = 4

@@ -16,7 +16,7 @@ from stepscope.errors import RecordingError, UsageError
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding
 from stepscope.render.terminal import terminal_text
-from stepscope.sweep.recorded import Command, Options, recorded_command, run_again
+from stepscope.sweep.record_runs import Command, Options, recorded_command, run_again
 
 
 def parsed(*words):

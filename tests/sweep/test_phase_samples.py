@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from stepscope.sweep import measure
 from stepscope.sweep.grid import Grid
-from stepscope.sweep.recorded import record_point
+from stepscope.sweep.record_runs import record_point
 from stepscope.trace.memory_file import read_memory
 from stepscope.workloads.registry import find
 

@@ -23,7 +23,7 @@ STUDY = """
 import sys
 from pathlib import Path
 from stepscope.sweep.grid import Grid
-from stepscope.sweep.recorded import record_point
+from stepscope.sweep.record_runs import record_point
 from stepscope.workloads.registry import find
 (point,) = Grid(find("slow.py:build"), {"device": "cpu", "mode": "step"}).points([{}])
 record_point(point, Path("out").absolute(), ("--warmup", "100", "--clean", "60"), 600)

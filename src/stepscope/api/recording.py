@@ -67,7 +67,7 @@ class Recorder(ContextDecorator):
         if current.session is not None:
             raise UsageError(f"already recording to {current.session.folder}: one recording per process at a time")
         from stepscope.recorder.files import prepare_folder
-        from stepscope.recorder.origin import run_facts
+        from stepscope.recorder.run_facts import run_facts
         from stepscope.recorder.session import Session
         from stepscope.recorder.windows import Windows
 
@@ -92,7 +92,7 @@ class Recorder(ContextDecorator):
     ) -> None:
         if self._session is not None:
             from stepscope.recorder.files import STATUS_FAILED, STATUS_FINISHED, STATUS_INTERRUPTED
-            from stepscope.recorder.origin import now
+            from stepscope.recorder.run_facts import now
 
             status = STATUS_FINISHED if error is None else STATUS_FAILED
             self._session.close(STATUS_INTERRUPTED if kind is KeyboardInterrupt else status, finished_at=now())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
     from stepscope.findings.fixes import Chosen
     from stepscope.session import Session
-    from stepscope.sweep.recorded import Command, Options
+    from stepscope.sweep.record_runs import Command, Options
     from stepscope.trace.recording import Recording
 
 RESULT_FILE = "verify.json"
@@ -56,7 +56,7 @@ def verify(
     from stepscope.analysis.comparison.verified import Plan, Verification
     from stepscope.findings.fixes import parse_fix
     from stepscope.session import open_session
-    from stepscope.sweep.recorded import Options, recorded_command, script_command
+    from stepscope.sweep.record_runs import Options, recorded_command, script_command
 
     if rounds < 1 or clean < 1:
         raise UsageError(f"{rounds} rounds of {clean} timed steps: both must be at least 1")
@@ -154,7 +154,7 @@ def _run_all(
 
 def _attempt(command: Command, output: Path, number: int, fix: str | None, options: Options) -> Attempt:
     from stepscope.analysis.comparison.verified import Attempt
-    from stepscope.sweep.recorded import run_again
+    from stepscope.sweep.record_runs import run_again
     from stepscope.trace.recording import read_recording
 
     failure = run_again(command, output, options, fix, rehearses=number == 0)

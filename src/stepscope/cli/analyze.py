@@ -37,7 +37,7 @@ from stepscope.cli.support.values import positive
 from stepscope.errors import StepscopeError, UsageError
 
 if TYPE_CHECKING:
-    from stepscope.session.memory_growth import MemoryAnalysis
+    from stepscope.session.memory_scaling import MemoryAnalysis
 
 NUM_ROWS = 8  # in lists of names on a terminal
 VIEWS = {
@@ -107,7 +107,7 @@ def _report(arguments: argparse.Namespace, view: str) -> Any:
 
 def _memory(arguments: argparse.Namespace) -> MemoryAnalysis:
     """Return what filled the memory; its timeline is drawn if that was asked for."""
-    from stepscope.session.memory_growth import analyze_memory
+    from stepscope.session.memory_scaling import analyze_memory
 
     output: Path | None = arguments.output
     if arguments.step is not None:

@@ -129,9 +129,9 @@ class _Run:
     def prepare(self, program: Program) -> None:
         """Make the folder and write what will run; ValueError if it cannot be written."""
         from stepscope.recorder import files, fixes
-        from stepscope.recorder.origin import file_hash, run_facts
         from stepscope.recorder.processes.inherit import pass_on
         from stepscope.recorder.processes.options import Options
+        from stepscope.recorder.run_facts import file_hash, run_facts
 
         self._fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
         rank = int(os.environ.get("RANK", "0"))

@@ -50,7 +50,7 @@ def _result(session: Session) -> Any:
     if session.kind is Kind.SWEEP:
         return session.sweep_summary
     if session.kind in (Kind.SNAPSHOT, Kind.MEMORY):
-        from stepscope.session.memory_growth import analyze_memory
+        from stepscope.session.memory_scaling import analyze_memory
 
         return analyze_memory([session])
     if session.kind is Kind.STUDY:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from stepscope.analysis.time.replay import Change
-from stepscope.analysis.time.whatif import stretches
+from stepscope.analysis.time.what_if import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import duration, plural, size, whole_percent

@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.time.replay import Change, Replay, Replayed
-from stepscope.analysis.time.whatif import choose, stretches
+from stepscope.analysis.time.what_if import choose, stretches
 from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.session.case import Case

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stepscope.devices.peaks import Device
-from stepscope.planner.tracing import Traced
+from stepscope.planner.dataless_steps import Traced
 from stepscope.recorder.clock import BACKWARD, OPTIMIZER
 from stepscope.recorder.machine.environment import allows_tf32, products_in_tf32
 

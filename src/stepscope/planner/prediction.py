@@ -12,10 +12,10 @@ from stepscope.errors import UsageError
 from stepscope.formatting import size
 from stepscope.planner.allocator import rounded
 from stepscope.planner.allocator_replay import Events, Replay, live_at_peak, replay
+from stepscope.planner.dataless_steps import Traced, trace
 from stepscope.planner.emulation.dataless import DataNeeded
 from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes
 from stepscope.planner.least_time import LowerBound, lower_bound
-from stepscope.planner.tracing import Traced, trace
 from stepscope.recorder.ledger.storages import Allocation
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CannotRun

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.recorder.between import Between
+from stepscope.recorder.between_steps import Between
 from stepscope.recorder.clock import (
     BACKWARD,
     DATA,
@@ -29,10 +29,10 @@ from stepscope.recorder.frames import num_running_steps
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.model import batch_size
 from stepscope.recorder.roots import Roots
+from stepscope.recorder.step_ends import EXPLICIT, UPDATE, Boundary, StepFinder
+from stepscope.recorder.step_ends import FORWARD as BY_FORWARD
+from stepscope.recorder.step_ends import OPTIMIZER as BY_OPTIMIZER
 from stepscope.recorder.step_facts import Gradients, StepFacts
-from stepscope.recorder.steps import EXPLICIT, UPDATE, Boundary, StepFinder
-from stepscope.recorder.steps import FORWARD as BY_FORWARD
-from stepscope.recorder.steps import OPTIMIZER as BY_OPTIMIZER
 from stepscope.recorder.updates import UpdateWatch
 
 
@@ -174,8 +174,10 @@ class Loop:
         self._root_depth += 1
         if self._root_depth > 1:
             return
-        self.look_for_update()
-        self._open()
+        if self._updates.is_pending:
+            self.look_for_update()
+        if not self.is_open:
+            self._open()
         has_gradients = torch.is_grad_enabled()
         if self.finder.trains and not has_gradients:
             label = self.between.label_without_gradients(

@@ -102,9 +102,9 @@ class _CallChain:
             return call(*args, **kwargs)
         begun: list[CallHooks] = []
         # A hook may end a step, and with it begin or end a window that hooks this module too.
-        while (hook := next((one for one in self.hooks if one not in begun), None)) is not None:
-            begun.append(hook)
-            hook.begin(module, args, kwargs)
+        while left := [hook for hook in self.hooks if hook not in begun]:
+            begun.append(left[0])
+            left[0].begin(module, args, kwargs)
         try:
             return call(*args, **kwargs)
         finally:

@@ -21,7 +21,7 @@ from stepscope.recorder.machine.nvml import NvmlUnavailable
 from stepscope.recorder.model import is_compiled, parameter_facts
 from stepscope.recorder.precision.settings import precision_settings
 from stepscope.recorder.processes.rank import rank_and_world_size
-from stepscope.recorder.trace import TraceProbe
+from stepscope.recorder.trace_window import TraceProbe
 
 WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision")
 """Facts that the windows find; notes about them belong to the same windows."""

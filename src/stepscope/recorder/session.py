@@ -22,8 +22,8 @@ from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.samples import Samples
+from stepscope.recorder.step_ends import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.step_facts import StepFacts
-from stepscope.recorder.steps import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.windows import Windows
 
 PROGRESS_INTERVAL_NS = 10_000_000_000

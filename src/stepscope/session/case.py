@@ -30,13 +30,13 @@ from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.structure.tensor_sizes import with_sizes
 from stepscope.analysis.structure.work import work
-from stepscope.analysis.time.idle import idle_gaps
+from stepscope.analysis.time.idle_causes import idle_gaps
 from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
 from stepscope.analysis.time.round_trips import round_trips
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
 from stepscope.analysis.time.waits import waits
-from stepscope.analysis.time.whatif import stretches, without
+from stepscope.analysis.time.what_if import stretches, without
 from stepscope.devices import Device, find_device
 from stepscope.errors import Unavailable
 from stepscope.formatting import duration, plural, whole_percent
@@ -210,7 +210,7 @@ class Case:
 
     @cached_property
     def idle(self) -> pl.DataFrame:
-        """GPU idle time by cause (`analysis/time/idle.py`)."""
+        """GPU idle time by cause (`analysis/time/idle_causes.py`)."""
         start_ns, end_ns = self.replay.start_ns, self.replay.end_ns
         inside = idle_gaps(self.linked).filter(pl.col("end_ns") > start_ns, pl.col("start_ns") < end_ns)
         return inside.with_columns(pl.col("start_ns", "end_ns").clip(start_ns, end_ns))
@@ -330,7 +330,7 @@ class Case:
     def without(
         self, events: Iterable[int], durations_ns: Mapping[int, float] | None = None, is_loop: bool = False
     ) -> Change:
-        """Return the change that removes some GPU work and the host time for it (`analysis/time/whatif.py`).
+        """Return the change that removes some GPU work and the host time for it (`analysis/time/what_if.py`).
 
         Other work takes `durations_ns`.
         """

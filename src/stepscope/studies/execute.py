@@ -17,7 +17,7 @@ from stepscope.render.write import write_sweep_tables
 from stepscope.studies.stored import FULL, TOML_FILE, read_facts
 from stepscope.studies.study import Measure, Recordings, Study, Sweep
 from stepscope.sweep.grid import Grid, Point, listed
-from stepscope.sweep.recorded import record_point
+from stepscope.sweep.record_runs import record_point
 from stepscope.sweep.results import Place, Results
 from stepscope.sweep.runner import Options, Runner, run_points
 from stepscope.sweep.server import Server, default_start

@@ -23,7 +23,7 @@ from torch import nn
 from stepscope.recorder.clock import BACKWARD
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.model import CallHooks
-from stepscope.recorder.trace import skip_event_parsing, union_ns
+from stepscope.recorder.trace_window import skip_event_parsing, union_ns
 from stepscope.sweep.prepare import Pass
 
 BACKWARD_BEGINS = "stepscope.backward begins"

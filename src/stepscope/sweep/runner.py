@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.formatting import size
-from stepscope.recorder.origin import now
+from stepscope.recorder.run_facts import now
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, OOM, TIMEOUT, Request, Row
 from stepscope.sweep.results import LOG_FOLDER, SCHEMA_VERSION, TRACE_FOLDER, Results

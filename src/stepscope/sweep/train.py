@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from stepscope.errors import UsageError
 from stepscope.recorder import current
 from stepscope.sweep import prepare
-from stepscope.sweep.recorded import PARENT_VARIABLE
+from stepscope.sweep.record_runs import PARENT_VARIABLE
 from stepscope.sweep.text_data import text_batches
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built

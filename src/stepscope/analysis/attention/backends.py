@@ -7,9 +7,9 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.costs.matmul_formulas import LENGTH_BEFORE_HEADS
 from stepscope.analysis.costs.op_calls import Operand, Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, argument_place, argument_values, operands
-from stepscope.analysis.costs.op_formulas import LENGTH_BEFORE_HEADS
 from stepscope.analysis.structure.links import Linked
 
 DISPATCHER = "aten::scaled_dot_product_attention"  # the op that programs call

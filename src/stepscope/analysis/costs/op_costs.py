@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Imported because it registers formulas, like the others.
-from stepscope.analysis.costs import op_formulas, op_layers  # noqa: F401
+from stepscope.analysis.costs import layer_formulas, matmul_formulas  # noqa: F401
 from stepscope.analysis.costs.op_calls import FORMULAS, Call, NotKnown, Operand, Tensor
-from stepscope.analysis.costs.op_traffic import FREE
+from stepscope.analysis.costs.traffic_formulas import FREE
 
 if TYPE_CHECKING:
     import polars as pl
@@ -89,8 +89,8 @@ def _op_cost(name: str, parameter_dtype: str | None, *texts: str | None) -> OpCo
         given = _operands(shapes, dtypes, strides, parameter_dtype if base.startswith(_ON_PARAMETERS) else None)
         work = function(Call(base, given, argument_values(inputs), arguments))
     except NotKnown:
-        # Only the ops in `op_formulas` multiply matrices.
-        return UNKNOWN if function.__module__ == op_formulas.__name__ else OpCost(0, None, None, None)
+        # Only the ops in `matmul_formulas` multiply matrices.
+        return UNKNOWN if function.__module__ == matmul_formulas.__name__ else OpCost(0, None, None, None)
     return OpCost(_sound(work.flops), _total(work.reads), _total(work.writes), work.dtype)
 
 

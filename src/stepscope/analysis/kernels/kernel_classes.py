@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.kernels.kernel_rules import KERNEL_RULES, OP_CLASSES, OP_WORDS, VIEWS, WORDS, Rules
+from stepscope.analysis.kernels.kernel_name_tables import KERNEL_RULES, OP_CLASSES, OP_WORDS, VIEWS, WORDS, Rules
 
 if TYPE_CHECKING:
     import polars as pl

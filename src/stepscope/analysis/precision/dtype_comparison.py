@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stepscope.analysis.kernels.kernel_classes import classify
-from stepscope.analysis.kernels.kernel_rules import VIEWS
+from stepscope.analysis.kernels.kernel_name_tables import VIEWS
 from stepscope.analysis.time.statistics import Distribution, describe
 
 REFERENCE = "fp32"

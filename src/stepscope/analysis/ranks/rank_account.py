@@ -19,7 +19,7 @@ from stepscope.analysis.structure.links import Linked, Share, link
 from stepscope.analysis.structure.nesting import last_started
 from stepscope.analysis.structure.steps import Steps, at_times
 from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
-from stepscope.analysis.time.idle import idle_causes, idle_gaps, with_next_work
+from stepscope.analysis.time.idle_causes import idle_causes, idle_gaps, with_next_work
 from stepscope.analysis.time.phases import PHASES
 from stepscope.analysis.time.syncs import syncs, syncs_summary
 from stepscope.errors import UsageError

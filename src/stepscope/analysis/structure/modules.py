@@ -10,7 +10,7 @@ import polars as pl
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor
 
-MODULE_PREFIX = "stepscope.module/"  # prefix of module names, written by `recorder/trace.py`
+MODULE_PREFIX = "stepscope.module/"  # prefix of module names, written by `recorder/trace_window.py`
 STACK_PREFIX = "nn.Module: "  # prefix of module classes, written by the profiler
 
 

@@ -14,7 +14,7 @@ from stepscope.analysis.time.phases import PHASES
 
 _NO_THREAD = 2**32 - 1
 _UNTIMED = ["overhead", "other"]
-PHASE_PREFIX = "stepscope.phase/"  # prefix of phase names, written by `recorder/trace.py`
+PHASE_PREFIX = "stepscope.phase/"  # prefix of phase names, written by `recorder/trace_window.py`
 _STEP = r"^ProfilerStep#(\d+)$"
 _BACKWARD = "^autograd::engine::evaluate_function|^torch::autograd::AccumulateGrad$"
 _PATTERNS = {

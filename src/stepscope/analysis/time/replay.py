@@ -20,7 +20,7 @@ import polars as pl
 
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.time.idle import PLANNING_NS
+from stepscope.analysis.time.idle_causes import PLANNING_NS
 from stepscope.analysis.time.syncs import syncs
 
 PROFILER_SHARE = 0.32

@@ -11,7 +11,7 @@ from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.steps import at_times
-from stepscope.analysis.time.idle import CAUSES, PLANNING_NS, by_host
+from stepscope.analysis.time.idle_causes import CAUSES, PLANNING_NS, by_host
 from stepscope.analysis.time.replay import Replay
 
 STALL_NS = PLANNING_NS

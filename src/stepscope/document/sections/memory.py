@@ -10,8 +10,8 @@ from typing import Any
 
 from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, REMAINDER, Account
 from stepscope.analysis.memory.account import Part as Live
-from stepscope.analysis.memory.growth import Growth
 from stepscope.analysis.memory.module_tree import ModuleBytes, alike, ancestors, frontier
+from stepscope.analysis.memory.scaling import Growth
 from stepscope.analysis.memory.size_formulas import SYMBOLS
 from stepscope.analysis.memory.snapshot import SnapshotEnd
 from stepscope.document.memory_charts import NO_TENSOR, in_words, memory_charts, module_title
@@ -20,7 +20,7 @@ from stepscope.document.tables import columns_of, without_empty
 from stepscope.formatting import percent, plural, safe, size
 from stepscope.session import Session
 from stepscope.session.memory import SNAPSHOT, TRACE, MemoryReport
-from stepscope.session.memory_growth import MemoryAnalysis
+from stepscope.session.memory_scaling import MemoryAnalysis
 
 NUM_MODULES = 8
 MOST_STAGES = 12  # stages that a terminal shows: those around the peak

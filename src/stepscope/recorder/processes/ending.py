@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from stepscope.recorder import files
-from stepscope.recorder.origin import now
+from stepscope.recorder.run_facts import now
 
 
 def ending(error: BaseException | None) -> tuple[str, dict[str, Any]]:

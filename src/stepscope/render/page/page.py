@@ -21,8 +21,8 @@ from stepscope.formatting import heading
 from stepscope.render.files import missing
 from stepscope.render.page import elements
 from stepscope.render.page.elements import escape, with_code
-from stepscope.render.page.figures import figure_of
 from stepscope.render.page.finding_cards import findings_html
+from stepscope.render.page.plotly_charts import figure_of
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("blobs.js", "sections.js", "tables.js", "charts.js", "explorer.js", "page.js")

@@ -1,4 +1,4 @@
-// The timeline's data: the columns that report/timeline packs, and how times, bytes and colors are written.
+// The timeline's data: the columns that document/timeline packs, and how times, bytes and colors are written.
 // Times are ticks since the trace's first event; meta.tick_ns nanoseconds each.
 
 // -- columns

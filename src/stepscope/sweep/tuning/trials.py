@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from stepscope.formatting import duration, size
-from stepscope.recorder.origin import now
+from stepscope.recorder.run_facts import now
 from stepscope.sweep.grid import Point, renamed
 from stepscope.sweep.protocol import OK, OOM, SKIPPED, TIMEOUT, WRONG, Row
 from stepscope.sweep.results import Results

@@ -14,7 +14,7 @@ from stepscope.session.places import places_without_work
 
 _SURE = 0.3  # of a step; the profiler's own overhead in a bare trace is known less exactly
 _GRAPH_LAUNCH = 0.02  # of the host's time is left when it launches graphs
-_LAUNCHING = ["launch", "python"]  # causes of GPU idle time, see analysis/time/idle.py
+_LAUNCHING = ["launch", "python"]  # causes of GPU idle time, see analysis/time/idle_causes.py
 
 
 def check(case: Case) -> list[Finding]:

@@ -1,6 +1,6 @@
 """Reads and writes of norms, lookups, pools, losses and optimizers.
 
-As in `op_traffic`: each operand once, each result once, by the op's own kernels, and 0 FLOPs.
+As in `traffic_formulas`: each operand once, each result once, by the op's own kernels, and 0 FLOPs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 from stepscope.errors import RecordingError, UsageError
 from stepscope.recorder import fixes
-from stepscope.recorder.origin import file_hash, git_revision, now
+from stepscope.recorder.run_facts import file_hash, git_revision, now
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, OK, OOM, SKIPPED, TIMEOUT, Row
 from stepscope.sweep.results import LOG_FOLDER

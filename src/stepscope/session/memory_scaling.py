@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.analysis.memory.growth import Growth, growth
+from stepscope.analysis.memory.scaling import Growth, growth
 from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.session.memory import MemoryReport
