@@ -76,3 +76,18 @@ def test_what_lies_inside_a_clean_step_is_training_also_if_free_steps_are_not_sp
     found = summary_of(read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)))
 
     assert found.loop.goodput == 1.0
+
+
+def test_steps_that_were_slower_before_are_told(tmp_path):
+    def caveat(*times_ms):
+        steps = [sample(step) for step in range(len(times_ms))]
+        for step, ms in zip(steps, times_ms):
+            step["host_ns"], step["wall_ns"] = {"forward": ms * MS}, ms * MS
+        return loop_time(
+            read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)), on_device=False
+        ).caveat
+
+    assert (
+        caveat(*[39] * 48, *[30] * 48) == "the 48 before took 1.30 times as long: only the last 48 steps are measured"
+    )
+    assert caveat(*[39, 41] * 48) is None

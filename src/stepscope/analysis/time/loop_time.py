@@ -108,7 +108,7 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
         num_measured=len(settled),
         between_ns={row: ns for row, ns in between.items() if ns},
         caveat=_caveat(_at_mean_work(measured, settled), unknown)
-        or _other_work(measured, undisturbed)
+        or _other_steps(measured, undisturbed, on_device, bool(num_prefetched))
         or (None if is_drained else NOT_DRAINED.format(num_prefetched)),
     )
 
@@ -123,12 +123,23 @@ def measured_steps(recording: Recording, on_device: bool) -> Sequence[StepSample
     return samples[_num_unsettled(_at_mean_work(samples, times)) :]
 
 
-def _other_work(measured: Sequence[StepSample], undisturbed: Sequence[StepSample]) -> str | None:
-    """Return a caveat if the measured steps have other batches than all of them."""
+def _other_steps(
+    measured: Sequence[StepSample], undisturbed: Sequence[StepSample], on_device: bool, has_queue: bool
+) -> str | None:
+    """Return a caveat if the measured steps have other batches than all of them, or other times than those before."""
+    num = plural(len(measured), "step")
     work, all_work = (fmean([s.num_tokens or s.num_samples or 0 for s in some]) for some in (measured, undisturbed))
-    if abs(work - all_work) <= MEANS_DIFFER * all_work:
+    if abs(work - all_work) > MEANS_DIFFER * all_work:
+        return f"batches changed: only the last {num} are measured"
+    num_before = len(undisturbed) - len(measured)
+    if has_queue or num_before < FEWEST:
+        return None  # batches that were ready came sooner
+    before, after = (
+        fmean([_step_only_ns(s, on_device) for s in some]) for some in (undisturbed[:num_before], measured)
+    )
+    if abs(before - after) <= MEANS_DIFFER * after:
         return None
-    return f"batches changed: only the last {plural(len(measured), 'step')} are measured"
+    return f"the {num_before:,} before took {before / after:.2f} times as long: only the last {num} are measured"
 
 
 def _undisturbed(recording: Recording) -> list[StepSample]:
