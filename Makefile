@@ -9,7 +9,7 @@ INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -
 # Without bytecode every process that imports torch takes four seconds longer.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What does not need the other runs at the same time: installing, checking the source and the tests.
+# Independent targets run in parallel: installing, linting and testing.
 MAKEFLAGS += --jobs=3
 
 .PHONY: demo test quick-tests test-all lint chromium clean

@@ -88,6 +88,7 @@ def test_steps_that_were_slower_before_are_told(tmp_path):
         ).caveat
 
     assert (
-        caveat(*[39] * 48, *[30] * 48) == "the 48 before took 1.30 times as long: only the last 48 steps are measured"
+        caveat(*[39] * 48, *[30] * 48)
+        == "the 48 steps before took 1.30 times as long: only the last 48 steps are measured"
     )
     assert caveat(*[39, 41] * 48) is None

@@ -85,8 +85,7 @@ TRAINERS = (
     ),
     Case("trainers/timm_loop", 40, 8, between=("evaluation",), period=10, needs=("timm",)),
     Case("trainers/metric_learning", 40, 8, updates_per_step=3, period=20, needs=("pytorch_metric_learning",)),
-    # GPyTorch's modules have a call of their own, which is not seen: the work is unknown, and the card says so.
-    Case("trainers/gpytorch_fit", 40, None, micro_batches=None, needs=("gpytorch",)),
+    Case("trainers/gpytorch_fit", 40, 60, needs=("gpytorch",)),
     Case("trainers/pyro_svi", 40, 20, needs=("pyro",)),
     Case("trainers/opacus_private", 40, 8, period=20, needs=("opacus",)),
     Case("trainers/schedulefree_loop", 40, 8, between=("evaluation",), period=10, needs=("schedulefree",)),

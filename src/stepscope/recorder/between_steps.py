@@ -113,7 +113,7 @@ class Between:
 def _kind(names: Iterable[str], generation: str = ROLLOUT) -> str | None:
     """Return EVALUATION, ROLLOUT or None, from the names of the functions on the stack, innermost first.
 
-    `generation` is what it means to generate, if nothing else is told.
+    `generation` is what generating text or images counts as, unless another name on the stack decides.
 
     >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["collect_rollouts", "learn"])
     ('evaluation', 'rollout')

@@ -174,10 +174,8 @@ class Loop:
         self._root_depth += 1
         if self._root_depth > 1:
             return
-        if self._updates.is_pending:
-            self.look_for_update()
-        if not self.is_open:
-            self._open()
+        self.look_for_update()
+        self._open()
         has_gradients = torch.is_grad_enabled()
         if self.finder.trains and not has_gradients:
             label = self.between.label_without_gradients(

@@ -222,7 +222,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     for value in (*args, *kwargs.values()):  # this runs at every step: sizes that were seen before are looked up
         if type(value) is torch.Tensor:
             key.append((value.shape, value.dtype))
-        elif value is None or isinstance(value, (bool, int, float, str)):
+        elif value is None or isinstance(value, (int, float, str)):
             key.append(None)
         else:
             return _new_batch_size(args, kwargs)

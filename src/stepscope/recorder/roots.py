@@ -15,7 +15,7 @@ from stepscope.recorder.patches import Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
 
 LEAST_SHARE_OF_NETWORK = 0.5
-"""Of the parameters of the module around it. Smaller parts are layers, which nobody calls by themselves."""
+"""The least share of a module's parameters in a network that it wraps. Smaller parts are layers."""
 
 
 class Roots:
@@ -98,6 +98,8 @@ class Roots:
         outermost = [one for one in idle if id(one) not in inner]
         networks = [part for one in (*roots, *outermost) for part in _networks(one)]
         unique = {id(one): one for one in (*outermost, *networks)}
+        for root in roots:
+            unique.pop(id(root), None)
         self._idle += [CallHooks(module, self._begin, self._end) for module in unique.values()]
 
     def stop_search(self) -> None:

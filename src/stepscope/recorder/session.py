@@ -196,9 +196,7 @@ class Session:
             self._probes.guard(f"entering the {title} window", lambda: self._enter(finished))
         elif self._window == windows.TRACE and self._probes.trace is not None:
             self._probes.guard("tracing", self._probes.trace.next_step)
-        entered = self._window != finished
-        if entered or time.perf_counter_ns() - self._last_progress_ns > PROGRESS_INTERVAL_NS:
-            self._progress(step.wall_ns, entered)
+        self._progress(step.wall_ns, entered=self._window != finished)
         self._loop.facts = StepFacts()
         self._num_compiles = self._probes.compiler.num_compiles
         if self._exit_after and self._window == windows.FREE and self._has_settled(step):
@@ -329,9 +327,10 @@ class Session:
 
     def _progress(self, wall_ns: int, entered: bool) -> None:
         is_new = entered and self._window not in (windows.WARMUP, windows.TRACE)
-        if entered and not is_new:
+        now = time.perf_counter_ns()
+        if not is_new and now - self._last_progress_ns < PROGRESS_INTERVAL_NS:
             return
-        self._last_progress_ns = time.perf_counter_ns()
+        self._last_progress_ns = now
         title, seconds = windows.TITLES[self._window], wall_ns / 1e9
         if self._window != windows.FREE:
             num_left = self._windows.num_left(self._step)

@@ -64,7 +64,7 @@ class StepFinder:
 
     def saw(self, source: str, who: Any) -> Boundary:
         """Return what it means that `who` (an optimizer or a root module) has just finished."""
-        if source is self.source is OPTIMIZER and len(self._known) == 1 and who in self._known:  # as a rule
+        if source is self.source is OPTIMIZER and len(self._known) == 1 and who in self._known:  # the usual case
             self._events.append((who, True))
             return Boundary.END
         if _RANK[source] < _RANK[self.source] or (source == FORWARD and self.trains):

@@ -68,8 +68,7 @@ class StepFacts:
         if before is None or is_single or sizes[0]:
             given = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(given, torch.Tensor):
-                before_it = self._inputs[-MAX_INPUTS:]
-                if before_it and any(by == id(root) and _is_same(seen(), given) for seen, by in before_it):
+                if any(by == id(root) and _is_same(seen(), given) for seen, by in self._inputs[-MAX_INPUTS:]):
                     return size.num_samples
                 self._inputs.append((weakref.ref(given), id(root)))
         if before is not None:

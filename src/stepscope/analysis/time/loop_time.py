@@ -131,15 +131,14 @@ def _other_steps(
     work, all_work = (fmean([s.num_tokens or s.num_samples or 0 for s in some]) for some in (measured, undisturbed))
     if abs(work - all_work) > MEANS_DIFFER * all_work:
         return f"batches changed: only the last {num} are measured"
-    num_before = len(undisturbed) - len(measured)
-    if has_queue or num_before < FEWEST:
+    earlier = [sample for sample in undisturbed if sample.step < measured[0].step]
+    if has_queue or len(earlier) < FEWEST:
         return None  # batches that were ready came sooner
-    before, after = (
-        fmean([_step_only_ns(s, on_device) for s in some]) for some in (undisturbed[:num_before], measured)
-    )
+    before, after = (fmean([_step_only_ns(s, on_device) for s in some]) for some in (earlier, measured))
     if abs(before - after) <= MEANS_DIFFER * after:
         return None
-    return f"the {num_before:,} before took {before / after:.2f} times as long: only the last {num} are measured"
+    ratio = f"{before / after:.2f} times as long"
+    return f"the {plural(len(earlier), 'step')} before took {ratio}: only the last {num} are measured"
 
 
 def _undisturbed(recording: Recording) -> list[StepSample]:
