@@ -3,8 +3,10 @@
     python benchmarks/overhead.py                # a CPU step of about 10 ms
     python benchmarks/overhead.py --device cuda  # GPU steps of about 10 ms, device-bound and launch-bound
 
-All three are interleaved in one process, in blocks of steps, in random order within each round. The
-figure is the ratio of the medians to the bare one, beside it the bootstrap interval of that ratio.
+All three are interleaved in one process, in blocks of steps, in random order within each round. A block includes all
+that is left to do for the steps recorded in it. The figure is the median over the rounds of a block's ratio to the
+bare block of the same round, so that a machine that slows down for a while hardly matters; beside it is its bootstrap
+interval.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch import nn
 from stepscope.recorder.session import Session
 from stepscope.recorder.windows import Windows
 
-STEPS_PER_BLOCK = 10
+STEPS_PER_BLOCK = 30
+STEPS_PER_ROUND = 1 + STEPS_PER_BLOCK  # after a pause the first step is not timed
 
 
 @dataclass
@@ -60,13 +63,15 @@ def loops(device: str) -> list[Callable[[], Loop]]:
     ]
 
 
-def block_ms(loop: Loop, device: str, num_steps: int) -> float:
-    """Milliseconds a step of one block, the device's queue empty at both ends."""
+def block_ms(loop: Loop, device: str, num_steps: int, session: Session | None = None) -> float:
+    """Milliseconds a step of one block. The device's queue is empty and everything recorded at both ends."""
     if device != "cpu":
         torch.cuda.synchronize()
     began = time.perf_counter_ns()
     for _ in range(num_steps):
         loop.step()
+    if session is not None:
+        session.catch_up()
     if device != "cpu":
         torch.cuda.synchronize()
     return (time.perf_counter_ns() - began) / 1e6 / num_steps
@@ -110,7 +115,7 @@ def measure(make: Callable[[], Loop], device: str, seconds: float) -> Iterator[d
                 if session is not None:
                     session.resume()
                 block_ms(loop, device, 1)
-                times[name].append(block_ms(loop, device, STEPS_PER_BLOCK))
+                times[name].append(block_ms(loop, device, STEPS_PER_BLOCK, session))
                 if session is not None:
                     session.suspend()
         for session in sessions.values():
@@ -119,20 +124,18 @@ def measure(make: Callable[[], Loop], device: str, seconds: float) -> Iterator[d
         lines = map(json.loads, (Path(folder) / "clean window" / "samples.jsonl").read_text().splitlines())
         clean = [line for line in lines if line.get("window") == "clean"]
         if device == "cpu":  # what the clean samples say a step takes: without what is done between steps
-            times["clean window, its own samples"] = [line["wall_ns"] / 1e6 for line in clean[20:]]
-    bare = times["bare"]
+            walls = [line["wall_ns"] / 1e6 for line in clean[-len(times["bare"]) * STEPS_PER_ROUND :]]
+            rounds = [walls[i + 1 : i + STEPS_PER_ROUND] for i in range(0, len(walls), STEPS_PER_ROUND)]
+            times["clean window, its own samples"] = [statistics.mean(round) for round in rounds]
     for name, values in times.items():
-        ratios = sorted(
-            statistics.median(random.choices(values, k=len(values)))
-            / statistics.median(random.choices(bare, k=len(bare)))
-            for _ in range(1000)
-        )
+        each = [value / bare for value, bare in zip(values, times["bare"])]
+        ratios = sorted(statistics.median(random.choices(each, k=len(each))) for _ in range(1000))
         yield {
             "loop": loop.name,
             "recorded": name,
             "blocks": len(values),
             "ms": statistics.median(values),
-            "ratio": statistics.median(values) / statistics.median(bare),
+            "ratio": statistics.median(each),
             "low": ratios[25],
             "high": ratios[975],
         }

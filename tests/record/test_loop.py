@@ -1,4 +1,4 @@
-"""The loop tells optimizers apart by the parameters they change."""
+"""Optimizers are told apart by the parameters they change."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.recorder.clock import Clock  # noqa: E402  it needs torch, which may be missing
-from stepscope.recorder.loop import Loop  # noqa: E402
+from stepscope.recorder.step_ends import Owners  # noqa: E402  it needs torch, which may be missing
 
 
 def test_a_new_optimizer_for_the_same_parameters_is_the_same_and_a_reused_id_is_not():
-    loop = Loop(Clock(), lambda boundary: None)
+    owners = Owners()
     models = [torch.nn.Linear(2, 2) for _ in range(3)]
     first, second, third = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
-    known = loop._owner(first)
+    known = owners.number(first)
 
-    assert loop._owner(torch.optim.Adam(models[0].parameters())) == known
+    assert owners.number(torch.optim.Adam(models[0].parameters())) == known
     # As if the first model had been released, and the second had got its address.
-    loop._owners[id(models[1].weight)] = loop._owners.pop(id(models[0].weight))
-    assert len({known, loop._owner(second), loop._owner(third)}) == 3
+    owners._numbers[id(models[1].weight)] = owners._numbers.pop(id(models[0].weight))
+    assert len({known, owners.number(second), owners.number(third)}) == 3

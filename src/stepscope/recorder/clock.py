@@ -160,7 +160,7 @@ class Clock:
     """
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._now = now
+        self._now = self._real_now = now
         self.label: str | None = None  # None between two phases
         self._cut_ns = now()
         self._start_ns = self._cut_ns
@@ -186,18 +186,27 @@ class Clock:
         if self.on_range is not None:
             self.on_range(label)
 
-    def begin_step(self) -> None:
-        """Start a step."""
+    def begin_step(self, at_ns: int | None = None) -> None:
+        """Start a step, now or at the given time."""
         self._stretches = []
         self._first_event = None if self._device is None else self._record()
-        self._cut_ns = self._start_ns = self._now()
+        self._cut_ns = self._start_ns = self._now() if at_ns is None else at_ns
+
+    @property
+    def start_ns(self) -> int:
+        """When the open step began."""
+        return self._start_ns
+
+    def stand_at(self, ns: int | None) -> None:
+        """Take this as the current time, for events that were noted then. None goes on with the real time."""
+        self._now = self._real_now if ns is None else lambda: ns
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Leave the recorder's own work inside out of the open step."""
-        begun_ns = self._now()
+        begun_ns = self._real_now()
         yield
-        ns = self._now() - begun_ns
+        ns = self._real_now() - begun_ns
         self._cut_ns += ns
         self._start_ns += ns
 

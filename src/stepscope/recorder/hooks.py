@@ -40,7 +40,19 @@ def install(loop: Loop, probes: Probes) -> list[Handle]:
 
 
 def _optimizer_hooks(loop: Loop) -> list[Handle]:
-    ended = functools.partial(loop.optimizer_ended, skipped=False)
+    usual = loop.usual
+
+    def begins(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or (usual.is_on and usual.optimizer_begins(optimizer)):
+            return
+        if loop.listens(trains=True):
+            loop.optimizer_begins(optimizer)
+
+    def ended(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or (usual.is_on and usual.optimizer_ended(optimizer)):
+            return
+        if loop.listens(trains=True):
+            loop.optimizer_ended(optimizer, skipped=False)
 
     def made(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
@@ -48,17 +60,9 @@ def _optimizer_hooks(loop: Loop) -> list[Handle]:
 
     return [
         Patch(torch.optim.Optimizer, "__init__", made),
-        register_optimizer_step_pre_hook(_while_listening(loop, loop.optimizer_begins)),
-        register_optimizer_step_post_hook(_while_listening(loop, ended)),
+        register_optimizer_step_pre_hook(begins),
+        register_optimizer_step_post_hook(ended),
     ]
-
-
-def _while_listening(loop: Loop, action: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
-    def hook(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and loop.listens(trains=True):
-            action(optimizer)
-
-    return hook
 
 
 def surround_optimizers(loop: Loop, optimizers: Iterable[Any]) -> list[Handle]:
@@ -109,10 +113,18 @@ def _scaler_patch(loop: Loop) -> Handle:
 
 def _backward_patches(loop: Loop) -> list[Handle]:
     # Tensor.backward looks up torch.autograd.backward at each call, so this sees every backward.
+    usual = loop.usual
+
     def around(position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        if usual.is_on and position == 3 and usual.backward_begins(tensors):
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if not usual.backward_ended():
+                    loop.backward_ended()
         if not loop.listens(trains=True):
             return original(*args, **kwargs)
-        tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         inputs = (args[1] if len(args) > 1 else kwargs.get("inputs")) if position == 4 else None
         create_graph = kwargs.get("create_graph") or (len(args) > position and args[position])
         loop.backward_begins(tensors, inputs, bool(create_graph))
@@ -129,7 +141,15 @@ def _backward_patches(loop: Loop) -> list[Handle]:
 
 
 def _data_patches(loop: Loop) -> list[Handle]:
+    usual = loop.usual
+
     def around(starts: Callable[[Any], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if usual.is_on and usual.data_begins(starts(args[0])):
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if not usual.data_ended():
+                    loop.data_ended()
         if not loop.listens():
             return original(*args, **kwargs)
         loop.data_begins(starts(args[0]))

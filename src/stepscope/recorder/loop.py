@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -29,11 +27,12 @@ from stepscope.recorder.frames import num_running_steps
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.model import batch_size
 from stepscope.recorder.roots import Roots
-from stepscope.recorder.step_ends import EXPLICIT, UPDATE, Boundary, StepFinder
+from stepscope.recorder.step_ends import EXPLICIT, UPDATE, Boundary, Owners, StepFinder, first_parameter
 from stepscope.recorder.step_ends import FORWARD as BY_FORWARD
 from stepscope.recorder.step_ends import OPTIMIZER as BY_OPTIMIZER
-from stepscope.recorder.step_facts import Gradients, StepFacts
+from stepscope.recorder.step_facts import Forward, Gradients, StepFacts
 from stepscope.recorder.updates import UpdateWatch
+from stepscope.recorder.usual_steps import UsualSteps
 
 
 class Loop:
@@ -45,15 +44,16 @@ class Loop:
     def __init__(self, clock: Clock, ended: Callable[[Boundary], None]) -> None:
         self._clock = clock
         self._ended = ended
-        self.roots = Roots(self.forward_begins, self.forward_ended)
+        self.usual = UsualSteps(self, clock)
+        self.roots = Roots(self.forward_begins, self.forward_ended, self.usual)
         self._is_listening = False
         self._thread: int | None = None  # the thread that trains, or the first that calls a model
         self.other_thread_trains = False
         self.finder = StepFinder()
         self.facts = StepFacts()
         self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._owners: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._numbers = count()
+        self._last_optimizer: Any = None  # a weak reference
+        self._owners = Owners()
         self.observer: Ledger | None = None
         self.is_free = False
         self.is_open = False
@@ -82,6 +82,7 @@ class Loop:
         """Ignore all hooks from now on. The open step is not counted."""
         self._is_listening = False
         self.is_open = False
+        self.usual.forget()
 
     def listens(self, trains: bool = False) -> bool:
         """Return whether to take an event of this thread. The first thread that `trains` is the loop's."""
@@ -89,6 +90,8 @@ class Loop:
             return False
         thread = threading.get_ident()
         if thread == self._thread:
+            if self.usual.is_on:
+                self.usual.stop()
             return True
         if self._thread is None or (trains and not self.finder.trains):
             self._thread = thread
@@ -140,11 +143,10 @@ class Loop:
 
     def aside_begins(self, label: str) -> bool:
         """Label the time from here: a checkpoint, a line for a log. Return whether `aside_ended` is to be called."""
-        outer = self._clock.label
-        if not self.listens() or not self.is_open or self._manual_depth or self._asides or outer == label:
+        if not self.listens() or not self.is_open or self._manual_depth or self._asides or self._clock.label == label:
             return False
         self.between.note_place(label)
-        self._asides.append(outer)
+        self._asides.append(self._clock.label)
         self._clock.switch(label)
         return True
 
@@ -169,7 +171,7 @@ class Loop:
     # --- forward --------------------------------------------------------------------------------
 
     def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.listens() or self._clock.label == BACKWARD or self._backward_depth:
+        if not self.listens() or self._backward_depth or self._clock.label == BACKWARD:
             return  # another thread, or a checkpointed forward that backward runs again
         self._root_depth += 1
         if self._root_depth > 1:
@@ -239,7 +241,7 @@ class Loop:
         if self.is_free:
             return
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
-            self.facts.loss = _kept(tensors)
+            self.facts.give(loss=tensors)
         if self.observer is not None:
             self.observer.backward_begins(create_graph, tensors)
 
@@ -300,19 +302,12 @@ class Loop:
         self._open()
         self.between.training_goes_on()
         self._switch(self._outer_label())
-        self._end(self.finder.saw(BY_OPTIMIZER, self._owner(optimizer)))
-
-    def _owner(self, optimizer: Any) -> int:
-        """Return a number that stays the same when a script makes a new optimizer for the same parameters."""
-        owner = _first_parameter(optimizer)
-        known = self._owners.get(id(owner))
-        if known is None or known[0]() is not owner:  # the id of a released parameter may be used again
-            known = self._owners[id(owner)] = weakref.ref(owner), next(self._numbers)
-        return known[1]
+        self._last_optimizer = weakref.ref(optimizer)
+        self._end(self.finder.saw(BY_OPTIMIZER, self._owners.number(optimizer)))
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Look for the model, if it is one that is trained after another."""
-        first = _first_parameter(optimizer)
+        first = first_parameter(optimizer)
         if first is not optimizer and self.finder.source == BY_OPTIMIZER and self.listens():
             self.roots.await_call_with(first)
 
@@ -320,6 +315,43 @@ class Loop:
         """Handle an exception from an optimizer: no step was made."""
         self._optimizer_stack.clear()
         self._switch(self._outer_label())
+
+    # --- usual steps ----------------------------------------------------------------------------
+
+    def start_usual(self, in_full: bool, most_steps: int) -> None:
+        """Note the events of the next step instead of interpreting them, if it can be a usual one."""
+        depths = (self._root_depth, self._backward_depth, self._data_depth, self._manual_depth)
+        optimizer = self._last_optimizer() if self._last_optimizer is not None else None
+        is_busy = any(depths) or self._asides or self._optimizer_stack or self._updates.is_pending
+        if (
+            self._is_listening
+            and self._backward_seen
+            and self.finder.is_usual
+            and optimizer is not None
+            and not is_busy
+        ):
+            self.usual.start(self._thread, optimizer, self._owners.number(optimizer), in_full, most_steps)
+
+    def usual_forward(self, forward: Forward, goes_on: bool) -> None:
+        self._root_depth += goes_on
+        self._called_in_eval_mode = False
+        self._switch(UNATTRIBUTED if self.is_free else FORWARD)
+        self._num_samples = forward[2].num_samples
+        self.facts.count_usual(forward)
+
+    def usual_optimizer_begins(self, optimizer: int) -> None:
+        self._optimizer_stack.append(optimizer)
+        if not self.is_free:
+            self._switch(OPTIMIZER)
+
+    def usual_steps_ended(self, owner: int, num_steps: int) -> None:
+        self.finder.saw_again(owner, num_steps)
+
+    def usual_step_ended(self, owner: int) -> None:
+        self._optimizer_stack.pop()
+        self.between.training_goes_on()
+        self._switch(None)
+        self._end(self.finder.saw(BY_OPTIMIZER, owner))
 
     # --- calls from the script ------------------------------------------------------------------
 
@@ -342,10 +374,7 @@ class Loop:
         if not self.listens():
             return
         self._open()
-        if tokens is not None:
-            self.facts.given_tokens = (self.facts.given_tokens or 0) + int(tokens)
-        if not self.is_free and loss is not None:
-            self.facts.loss = _kept(loss) if isinstance(loss, torch.Tensor) else float(loss)
+        self.facts.give(tokens, None if self.is_free else loss)
         if self.is_free:
             self._switch(None)
         self._ended(self.finder.saw(EXPLICIT, EXPLICIT))
@@ -367,19 +396,3 @@ class Loop:
         finally:
             self._manual_depth -= 1
             self._switch(outer)
-
-
-def _first_parameter(optimizer: Any) -> Any:
-    """Return the optimizer itself if it has none."""
-    for group in optimizer.param_groups:
-        if group["params"]:
-            return group["params"][0]
-    return optimizer
-
-
-def _kept(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss that can be read later. The next run of a CUDA graph would overwrite its output."""
-    has_graphs = loss.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
-    if has_graphs and not torch.cuda.is_current_stream_capturing():  # add nothing to the script's own graph
-        return loss.detach().clone()
-    return loss.detach()

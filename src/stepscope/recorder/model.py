@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,16 @@ from stepscope.recorder.patches import remove_all
 MAX_INPUTS = 32  # tensors of a call that are looked at for the size of its batch
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 End = Callable[[nn.Module], None]
+
+
+class Usual(Protocol):
+    """Takes the calls that are part of usual steps: see `usual_steps.py`."""
+
+    is_on: bool
+    is_inside: bool
+
+    def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
+    def forward_ended(self) -> bool: ...
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -100,9 +110,18 @@ class _CallChain:
         call = self.call or module._call_impl  # type: ignore[union-attr]
         if torch.compiler.is_compiling():  # folded by Dynamo, so that a compiled caller is unaffected
             return call(*args, **kwargs)
+        if len(self.hooks) == 1 and (usual := self.hooks[0].usual) is not None and usual.is_on:
+            if usual.is_inside:
+                return call(*args, **kwargs)
+            if usual.forward_begins(module, args, kwargs):
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    if not usual.forward_ended():
+                        self.hooks[0].end(module)
         begun: list[CallHooks] = []
         # A hook may end a step, and with it begin or end a window that hooks this module too.
-        while left := [hook for hook in self.hooks if hook not in begun]:
+        while self.hooks != begun and (left := [hook for hook in self.hooks if hook not in begun]):
             begun.append(left[0])
             left[0].begin(module, args, kwargs)
         try:
@@ -122,8 +141,8 @@ class CallHooks:
     Hooks of one module nest: the first to be added begins first and ends last.
     """
 
-    def __init__(self, module: nn.Module, begin: Begin, end: End) -> None:
-        self.begin, self.end = begin, end
+    def __init__(self, module: nn.Module, begin: Begin, end: End, usual: Usual | None = None) -> None:
+        self.begin, self.end, self.usual = begin, end, usual
         self._module = weakref.ref(module)
         chain = module.__dict__.get("_compiled_call_impl")
         if not isinstance(chain, _CallChain):
@@ -218,19 +237,26 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     >>> batch_size((torch.zeros(4),), {})  # one state of a simulation
     BatchSize(num_tokens=None, num_samples=1)
     """
+    # This runs at every step: sizes that were seen before are looked up.
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+        return _known_size((args[0].shape, args[0].dtype), args, kwargs)
     key: list[Any] = [*kwargs]
-    for value in (*args, *kwargs.values()):  # this runs at every step: sizes that were seen before are looked up
+    for value in (*args, *kwargs.values()):
         if type(value) is torch.Tensor:
             key.append((value.shape, value.dtype))
         elif value is None or isinstance(value, (int, float, str)):
             key.append(None)
         else:
             return _new_batch_size(args, kwargs)
-    found = _known_sizes.get(tuple(key))
+    return _known_size(tuple(key), args, kwargs)
+
+
+def _known_size(key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
+    found = _known_sizes.get(key)
     if found is None:
         if len(_known_sizes) >= MAX_SIZES:
             _known_sizes.clear()
-        found = _known_sizes[tuple(key)] = _new_batch_size(args, kwargs)
+        found = _known_sizes[key] = _new_batch_size(args, kwargs)
     return found
 
 

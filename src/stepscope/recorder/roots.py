@@ -13,6 +13,7 @@ from torch import nn
 from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, is_compiled, live_modules
 from stepscope.recorder.patches import Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
+from stepscope.recorder.usual_steps import UsualSteps
 
 LEAST_SHARE_OF_NETWORK = 0.5
 """The least share of a module's parameters in a network that it wraps. Smaller parts are layers."""
@@ -24,8 +25,8 @@ class Roots:
     Ownership is not enough: a Lightning module owns the model, but the script does not call it.
     """
 
-    def __init__(self, begin: Begin, end: End) -> None:
-        self._begin, self._end = begin, end
+    def __init__(self, begin: Begin, end: End, usual: UsualSteps) -> None:
+        self._begin, self._end, self._usual = begin, end, usual
         self._hooks: dict[int, CallHooks] = {}
         self._idle: list[CallHooks] = []
         self._first_call: ModuleCalls | None = None
@@ -40,7 +41,10 @@ class Roots:
         """Hook one root module."""
         known = self._hooks.get(id(module))
         if known is None or known.module is not module:  # a released module's id may be used again
-            self._hooks[id(module)] = CallHooks(module, self._begin, self._end)
+            self._hooks[id(module)] = self._hook(module)
+
+    def _hook(self, module: nn.Module) -> CallHooks:
+        return CallHooks(module, self._begin, self._end, self._usual)
 
     def await_first_call(self) -> None:
         """Treat the first module that is called as a root."""
@@ -100,7 +104,7 @@ class Roots:
         unique = {id(one): one for one in (*outermost, *networks)}
         for root in roots:
             unique.pop(id(root), None)
-        self._idle += [CallHooks(module, self._begin, self._end) for module in unique.values()]
+        self._idle += [self._hook(module) for module in unique.values()]
 
     def stop_search(self) -> None:
         if self._search is not None:
@@ -113,7 +117,7 @@ class Roots:
         self.forget()
         for module in modules:
             self.add(module)
-        self._idle = [CallHooks(module, self._begin, self._end) for module in idle if module is not None]
+        self._idle = [self._hook(module) for module in idle if module is not None]
 
     def detach(self) -> None:
         """Remove the hooks from every root."""

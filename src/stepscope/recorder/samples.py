@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepscope.recorder import files
+from stepscope.recorder import files, windows
 from stepscope.recorder.clock import Clock, TimedStep, read_device_ns
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.step_facts import StepFacts
@@ -38,6 +38,12 @@ class Samples:
         step.loss = facts.loss
         if step.first_event is not None or step.loss is not None:
             self._pending.append(step)
+
+    def add_usual(
+        self, index: int, start_ns: int, end_ns: int, host_ns: dict[str, int], batch: tuple[int, int, int]
+    ) -> None:
+        """Write a step of free running in which nothing but training happened."""
+        self._lines.append(_line(index, windows.FREE, start_ns, end_ns - start_ns, host_ns, batch))
 
     def add_aside(self, which: str, step: TimedStep) -> None:
         """Write what the loop did before its first step or after its last one."""
@@ -75,8 +81,13 @@ class Samples:
 
     def _append(self, line: str | _Step) -> None:
         self._lines.append(line)
+        if not self.waits:
+            self._flush()
+
+    def flush_if_due(self) -> None:
+        """Write the lines of free running if the last were written a while ago."""
         now = time.perf_counter_ns()
-        if not self.waits or now - self._flushed_ns > FLUSH_NS:
+        if now - self._flushed_ns > FLUSH_NS:
             self._flushed_ns = now
             self._flush()
 
@@ -89,13 +100,31 @@ class Samples:
 
 def _step_line(step: TimedStep, window: str, facts: StepFacts, num_tokens: int | None, num_compiles: int) -> str:
     seen_tokens, num_samples, num_micro_batches = facts.batch
-    host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
     times = f'"num_times": {json.dumps(step.num_times)}, ' if step.num_times else ""
-    return (  # formatted by hand: this runs between two timed steps, and json.dumps takes four times as long
-        f'{{"step": {step.index}, "window": "{window}", "start_ns": {step.start_ns}, '
-        f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, {times}'
-        f'"num_tokens": {num_tokens or seen_tokens or "null"}, "num_samples": {num_samples or "null"}, '
-        f'"num_micro_batches": {num_micro_batches}, "num_skipped": {facts.num_skipped}, '
+    batch = num_tokens or seen_tokens, num_samples, num_micro_batches
+    others = facts.num_skipped, num_compiles
+    return _line(step.index, window, step.start_ns, step.wall_ns, step.host_ns, batch, times, *others)
+
+
+def _line(
+    index: int,
+    window: str,
+    start_ns: int,
+    wall_ns: int,
+    host_ns: dict[str, int],
+    batch: tuple[int, int, int],
+    times: str = "",
+    num_skipped: int = 0,
+    num_compiles: int = 0,
+) -> str:
+    # Formatted by hand: this is a cost to the script, and json.dumps takes four times as long.
+    phases = ", ".join([f'"{name}": {ns}' for name, ns in host_ns.items()])
+    num_tokens, num_samples, num_micro_batches = batch
+    return (
+        f'{{"step": {index}, "window": "{window}", "start_ns": {start_ns}, '
+        f'"wall_ns": {wall_ns}, "host_ns": {{{phases}}}, {times}'
+        f'"num_tokens": {num_tokens or "null"}, "num_samples": {num_samples or "null"}, '
+        f'"num_micro_batches": {num_micro_batches}, "num_skipped": {num_skipped}, '
         f'"num_compiles": {num_compiles}}}'
     )
 

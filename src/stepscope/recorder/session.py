@@ -24,9 +24,8 @@ from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.samples import Samples
 from stepscope.recorder.step_ends import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.step_facts import StepFacts
-from stepscope.recorder.windows import Windows
+from stepscope.recorder.windows import Progress, Windows
 
-PROGRESS_INTERVAL_NS = 10_000_000_000
 # How long a run with --exit-after goes on after its windows: the windows hold up prefetching and periodic work.
 LEAST_FREE_STEPS, LEAST_FREE_NS = 20, 1_000_000_000
 MOST_FREE_STEPS, MOST_FREE_NS = 300, 15_000_000_000
@@ -78,7 +77,8 @@ class Session:
         self._exit_after = exit_after
         self._inference = inference
         self._on_roots = on_roots
-        self._progress_line = progress or (lambda _line: None)
+        self._progress = Progress(windows, exit_after, progress or (lambda _line: None))
+        self._last_ns = 0  # of the last step
 
         self._pid = os.getpid()
         self._handles: list[Handle] = []
@@ -86,6 +86,7 @@ class Session:
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts, memory_in_full)
         self._loop = Loop(self._clock, self._step_ended)
+        self._loop.usual.step_ended, self._loop.usual.interpreted = self._usual_step_ended, self._go_on
         self.explicit_step = self._loop.explicit_step
         self.phase = self._loop.phase
         self.stop_listening = self._loop.stop_listening
@@ -101,12 +102,12 @@ class Session:
         self._restarts = False  # when the open step ends
         self._has_roots = False
         self._num_compiles = 0
-        self._last_progress_ns = time.perf_counter_ns()
         if optimizer is not None:
             self._loop.optimizers[id(optimizer)] = optimizer
 
     def start(self) -> None:
         """Install the hooks and write the first, still empty, recording."""
+        self._probes.compiler.on_start = self._compile_begins
         self._probes.compiler.start()
         self._probes.guard("starting the allocator history", self._probes.memory.await_cuda)
         self.resume()
@@ -115,8 +116,16 @@ class Session:
             self._model = None
         else:
             self._roots.await_first_call()
-            self._probes.compiler.on_start = self._roots.stop_awaiting  # keep it out of compiled functions
         self._write_recording(files.STATUS_INTERRUPTED)
+
+    def _compile_begins(self) -> None:
+        self._roots.stop_awaiting()  # keep it out of compiled functions
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Interpret all that was noted of usual steps."""
+        if self._loop.usual.is_on:
+            self._loop.usual.stop()
 
     def resume(self) -> None:
         """Install the hooks."""
@@ -129,6 +138,7 @@ class Session:
 
     def suspend(self) -> None:
         """Remove every hook. The open step is not counted."""
+        self.catch_up()
         self._loop.stop_listening()
         current.session = None
         self._roots.detach()
@@ -160,6 +170,7 @@ class Session:
 
     def _end_loop(self) -> None:
         """Count an update by hand that no later event has shown, and write what the loop did after its last step."""
+        self.catch_up()
         self._loop.end_last_step()
         if not self._loop.is_open or not self._step:
             return
@@ -174,9 +185,14 @@ class Session:
         if boundary is Boundary.JOIN:
             with self._clock.stopped():
                 self._probes.guard("joining steps", self._join)
-        if boundary in (Boundary.NONE, Boundary.JOIN):
+        if boundary is Boundary.NONE or boundary is Boundary.JOIN:
             return
         step = self._clock.end_step(self._step)
+        if self._loop.is_free and boundary is Boundary.END and not self._restarts:
+            self._free_step_ended(step)
+            if not self._loop.usual.is_interpreting:
+                self._go_on()
+            return
         if boundary is Boundary.RESTART or self._restarts:
             step = self._restart(step)
         finished = self._window
@@ -196,21 +212,56 @@ class Session:
             self._probes.guard(f"entering the {title} window", lambda: self._enter(finished))
         elif self._window == windows.TRACE and self._probes.trace is not None:
             self._probes.guard("tracing", self._probes.trace.next_step)
-        self._progress(step.wall_ns, entered=self._window != finished)
+        self._progress.step_ended(self._step, step.wall_ns, self._window, entered=self._window != finished)
         self._loop.facts = StepFacts()
         self._num_compiles = self._probes.compiler.num_compiles
-        if self._exit_after and self._window == windows.FREE and self._has_settled(step):
-            raise WindowsDone
         self._clock.begin_step()  # the recorder's own work since the step ended belongs to no step
+        if not self._loop.usual.is_interpreting:
+            self._go_on()
 
-    def _has_settled(self, step: TimedStep) -> bool:
+    def _go_on(self) -> None:
+        """Begin another step, the cheap way if possible, unless the recording can end here."""
+        if self._loop.is_free:
+            self._samples.flush_if_due()
+            self._progress.step_ended(self._step, self._last_ns, self._window, entered=False)
+            if self._exit_after and self._has_settled():
+                raise WindowsDone
+            if not self._exit_after:
+                self._loop.start_usual(in_full=False, most_steps=MOST_FREE_STEPS)
+            elif rank_and_world_size()[1] == 1:  # ranks must stop at the same step
+                num_left = self._windows.num_steps + MOST_FREE_STEPS - self._step
+                self._loop.start_usual(in_full=False, most_steps=num_left)
+        elif self._window == windows.CLEAN and self._probes.device is None:
+            self._loop.start_usual(in_full=True, most_steps=1)
+
+    def _usual_step_ended(
+        self, start_ns: int, end_ns: int, host_ns: dict[str, int], batch: tuple[int, int, int]
+    ) -> None:
+        self._samples.add_usual(
+            self._step, start_ns, end_ns, host_ns, (self._tokens_per_step or batch[0], *batch[1:])
+        )
+        self._step += 1
+        self._last_ns = end_ns - start_ns
+        self._loop.between.step_ended()
+
+    def _free_step_ended(self, step: TimedStep) -> None:
+        num_compiles, self._num_compiles = self._num_compiles, self._probes.compiler.num_compiles
+        self._write_step(step, self._loop.facts, self._num_compiles - num_compiles)
+        self._step += 1
+        self._roots.stop_awaiting()
+        self._loop.between.step_ended()
+        self._last_ns = step.wall_ns
+        self._loop.facts = StepFacts()
+        self._clock.begin_step()
+
+    def _has_settled(self) -> bool:
         """Return whether enough steps ran freely to tell the throughput, for --exit-after."""
         if self._loop.finder.source == FORWARD and not self._infers():
             return False  # this may be an evaluation before the training
         num_free = self._step - self._windows.num_steps
         if rank_and_world_size()[1] > 1:
             return num_free >= LEAST_FREE_STEPS  # ranks must stop at the same step, and only counts are the same
-        free_ns = step.start_ns + step.wall_ns - self._free_ns
+        free_ns = time.perf_counter_ns() - self._free_ns
         return num_free >= MOST_FREE_STEPS or free_ns >= MOST_FREE_NS or (
             num_free >= LEAST_FREE_STEPS and free_ns >= LEAST_FREE_NS
         )  # fmt: skip
@@ -324,24 +375,6 @@ class Session:
         self._loop.is_free = self._samples.waits = True
         self._clock.use_device(None)
         self._free_ns = time.perf_counter_ns()
-
-    def _progress(self, wall_ns: int, entered: bool) -> None:
-        is_new = entered and self._window not in (windows.WARMUP, windows.TRACE)
-        now = time.perf_counter_ns()
-        if not is_new and now - self._last_progress_ns < PROGRESS_INTERVAL_NS:
-            return
-        self._last_progress_ns = now
-        title, seconds = windows.TITLES[self._window], wall_ns / 1e9
-        if self._window != windows.FREE:
-            num_left = self._windows.num_left(self._step)
-            # A first step compiles, allocates and tunes: no later step takes as long.
-            left = f"the first took {seconds:.1f} s" if self._step == 1 else f"about {num_left * seconds:.1f} s"
-            self._progress_line(f"{title}: {num_left} step(s), {left}")
-        elif is_new:
-            after = "stopping the script" if self._exit_after else "the script continues (--exit-after would stop it)"
-            self._progress_line(f"all windows done; {after}")
-        else:
-            self._progress_line(f"{title}: {self._step} steps so far, the last took {seconds:.3f} s")
 
     def _write_recording(self, status: str) -> None:
         probes, finder = self._probes, self._loop.finder

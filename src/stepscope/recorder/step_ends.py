@@ -7,9 +7,10 @@ the current one and counting restarts. Once a backward has run, a forward ends n
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from enum import Enum
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 EXPLICIT = "step()"
@@ -64,7 +65,7 @@ class StepFinder:
 
     def saw(self, source: str, who: Any) -> Boundary:
         """Return what it means that `who` (an optimizer or a root module) has just finished."""
-        if source is self.source is OPTIMIZER and len(self._known) == 1 and who in self._known:  # the usual case
+        if source is OPTIMIZER and self.is_usual and who in self._known:
             self._events.append((who, True))
             return Boundary.END
         if _RANK[source] < _RANK[self.source] or (source == FORWARD and self.trains):
@@ -80,6 +81,10 @@ class StepFinder:
             self._events.clear()
         self._events.append((who, boundary in (Boundary.END, Boundary.RESTART)))
         return boundary
+
+    def saw_again(self, who: Any, num_steps: int) -> None:
+        """Remember usual steps of this optimizer."""
+        self._events.extend([(who, True)] * min(num_steps, MAX_STEPS_OF_ONE + 1))
 
     def _next(self, who: Any) -> Boundary:
         if who not in self._known:
@@ -143,6 +148,11 @@ class StepFinder:
         self._stepped.clear()
 
     @property
+    def is_usual(self) -> bool:
+        """Whether one optimizer makes up a step."""
+        return self.source is OPTIMIZER and len(self._known) == 1
+
+    @property
     def repeats(self) -> bool:
         """Whether all that make up a step have shown themselves, as far as can be told."""
         return len(self._known) > 1 or len({who for who, _ in self._events}) == 1
@@ -151,3 +161,26 @@ class StepFinder:
     def num_sources(self) -> int:
         """The number of optimizers, or root modules, that make up one step."""
         return len(self._known)
+
+
+class Owners:
+    """Numbers optimizers by what they train: a script may make a new one for the same parameters."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._next = count()
+
+    def number(self, optimizer: Any) -> int:
+        owner = first_parameter(optimizer)
+        known = self._numbers.get(id(owner))
+        if known is None or known[0]() is not owner:  # the id of a released parameter may be used again
+            known = self._numbers[id(owner)] = weakref.ref(owner), next(self._next)
+        return known[1]
+
+
+def first_parameter(optimizer: Any) -> Any:
+    """Return the optimizer itself if it has none."""
+    for group in optimizer.param_groups:
+        if group["params"]:
+            return group["params"][0]
+    return optimizer

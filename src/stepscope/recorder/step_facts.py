@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.recorder.model import batch_size
+from stepscope.recorder.model import BatchSize, batch_size
 
 GradientState = Callable[[nn.Module], tuple[Any, ...]]
 MAX_INPUTS = 64  # compared with a new one; an episode can have thousands
+
+
+# A forward of a usual step: its root (id and reference), its batch, its first input, whether that was seen before.
+Forward = tuple[int, weakref.ref[nn.Module], BatchSize, "weakref.ref[torch.Tensor] | None", bool]
 
 
 class StepFacts:
@@ -29,10 +34,17 @@ class StepFacts:
         self.loss: Any = None
         self.num_skipped = 0
         self._batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
-        self._waiting: dict[int, tuple[int, int]] = {}  # root -> tokens, samples of a forward without a backward yet
-        self._roots: dict[int, weakref.ref[nn.Module]] = {}  # those of `_waiting`
+        # root -> tokens, samples of a forward without a backward yet, and the root itself
+        self._waiting: dict[int, tuple[int, int, weakref.ref[nn.Module]]] = {}
         self._gradients: dict[int, tuple[Any, ...]] = {}  # of the roots, before the backward
         self._inputs: list[tuple[weakref.ref[torch.Tensor], int]] = []  # of the calls so far, each with its root
+
+    def give(self, tokens: int | None = None, loss: Any = None) -> None:
+        """Note what the script said about its step."""
+        if tokens is not None:
+            self.given_tokens = (self.given_tokens or 0) + int(tokens)
+        if loss is not None:
+            self.loss = _kept(loss) if isinstance(loss, torch.Tensor) else float(loss)
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -40,7 +52,7 @@ class StepFacts:
 
         A GAN's discriminator sees each image as often as it is compared; its generator makes it once.
         """
-        batches = self._batches or {root: (*sizes, 1) for root, sizes in self._waiting.items()}
+        batches = self._batches or {key: (tokens, samples, 1) for key, (tokens, samples, _) in self._waiting.items()}
         if len(batches) == 1:
             return next(iter(batches.values()))
         with_tokens = [batch for batch in batches.values() if batch[0]]
@@ -62,27 +74,34 @@ class StepFacts:
     def count_batch(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Note the batch of a forward. Return its samples."""
         size = batch_size(args, kwargs)
-        sizes = size.num_tokens or 0, size.num_samples or 0
-        before = self._waiting.get(id(root))
-        is_single = sizes[1] == 1
-        if before is None or is_single or sizes[0]:
+        key, num_tokens, num_samples = id(root), size.num_tokens or 0, size.num_samples or 0
+        before = self._waiting.get(key)
+        if before is None or num_samples == 1 or num_tokens:
             given = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(given, torch.Tensor):
-                if any(by == id(root) and _is_same(seen(), given) for seen, by in self._inputs[-MAX_INPUTS:]):
+                if self._inputs and self._is_known(given, key):
                     return size.num_samples
-                self._inputs.append((weakref.ref(given), id(root)))
+                self._inputs.append((weakref.ref(given), key))
         if before is not None:
-            sizes = before[0] + sizes[0], sizes[1] + (before[1] if is_single else 0)
-        self._waiting[id(root)] = sizes
-        self._roots[id(root)] = weakref.ref(root)
+            num_tokens, num_samples = before[0] + num_tokens, num_samples + (before[1] if num_samples == 1 else 0)
+        self._waiting[key] = num_tokens, num_samples, weakref.ref(root)
         return size.num_samples
+
+    def count_usual(self, forward: Forward) -> None:
+        """Note the batch of a forward that waits alone for its backward."""
+        key, root, size, given, is_known = forward
+        if given is not None:
+            self._inputs.append((given, key))
+        if not is_known:
+            self._waiting[key] = size.num_tokens or 0, size.num_samples or 0, root
+
+    def _is_known(self, given: torch.Tensor, key: int) -> bool:
+        return any(by == key and is_same_input(seen(), given) for seen, by in self._inputs[-MAX_INPUTS:])
 
     def backward_begins(self, gradients: GradientState) -> None:
         """Count the forward that waits for a backward; of several, remember the gradients of their models."""
         if len(self._waiting) > 1:
-            self._gradients = {
-                key: gradients(root) for key, one in self._roots.items() if (root := one()) is not None
-            }
+            self._gradients = {key: gradients(root) for key, root in self._waiting_roots()}
         else:
             self._count(list(self._waiting))
 
@@ -91,14 +110,16 @@ class StepFacts:
         if not self._gradients:
             return
         before, self._gradients = self._gradients, {}
-        roots = {key: one() for key, one in self._roots.items() if key in before}
-        reached = [key for key, root in roots.items() if root is not None and gradients(root) != before[key]]
+        waiting = [(key, root) for key, root in self._waiting_roots() if key in before]
+        reached = [key for key, root in waiting if gradients(root) != before[key]]
         self._count(reached or list(self._waiting))
+
+    def _waiting_roots(self) -> list[tuple[int, nn.Module]]:
+        return [(key, root) for key, (_, _, one) in self._waiting.items() if (root := one()) is not None]
 
     def _count(self, keys: list[int]) -> None:
         for key in keys:
-            new_tokens, new_samples = self._waiting.pop(key)
-            del self._roots[key]
+            new_tokens, new_samples, _ = self._waiting.pop(key)
             tokens, samples, calls = self._batches.get(key, (0, 0, 0))
             self._batches[key] = tokens + new_tokens, samples + new_samples, calls + 1
 
@@ -121,7 +142,7 @@ class Gradients:
         return tuple(None if grad is None else (id(grad), grad._version) for grad in gradients)
 
 
-def _is_same(seen: torch.Tensor | None, given: torch.Tensor) -> bool:
+def is_same_input(seen: torch.Tensor | None, given: torch.Tensor) -> bool:
     """Return whether an input that is still alive has the same data: itself, or detached from its graph."""
     if seen is None or seen.shape != given.shape:
         return False
@@ -129,3 +150,11 @@ def _is_same(seen: torch.Tensor | None, given: torch.Tensor) -> bool:
         return seen is given or (seen.data_ptr() == given.data_ptr() and seen.stride() == given.stride())
     except RuntimeError:
         return False  # a tensor without storage
+
+
+def _kept(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss that can be read later. The next run of a CUDA graph would overwrite its output."""
+    has_graphs = loss.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
+    if has_graphs and not torch.cuda.is_current_stream_capturing():  # add nothing to the script's own graph
+        return loss.detach().clone()
+    return loss.detach()

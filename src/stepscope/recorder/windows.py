@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +22,7 @@ TITLES = {
     MEMORY: "memory and FLOPs",
     FREE: "free running",
 }
+PROGRESS_INTERVAL_NS = 10_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +95,30 @@ class Windows:
     def num_steps(self) -> int:
         """The number of steps before free running begins."""
         return sum(self.counts().values())
+
+
+class Progress:
+    """Prints a line when a window begins, and now and then in between."""
+
+    def __init__(self, windows: Windows, exits: bool, write: Callable[[str], None]) -> None:
+        self._windows, self._exits, self._write = windows, exits, write
+        self._last_ns = time.perf_counter_ns()
+
+    def step_ended(self, num_steps: int, wall_ns: int, window: str, entered: bool) -> None:
+        """Report after `num_steps` steps, the last of `wall_ns`, in the window that the next one belongs to."""
+        is_new = entered and window not in (WARMUP, TRACE)
+        now = time.perf_counter_ns()
+        if not is_new and now - self._last_ns < PROGRESS_INTERVAL_NS:
+            return
+        self._last_ns = now
+        title, seconds = TITLES[window], wall_ns / 1e9
+        if window != FREE:
+            num_left = self._windows.num_left(num_steps)
+            # A first step compiles, allocates and tunes: no later step takes as long.
+            left = f"the first took {seconds:.1f} s" if num_steps == 1 else f"about {num_left * seconds:.1f} s"
+            self._write(f"{title}: {num_left} step(s), {left}")
+        elif is_new:
+            after = "stopping the script" if self._exits else "the script continues (--exit-after would stop it)"
+            self._write(f"all windows done; {after}")
+        else:
+            self._write(f"{title}: {num_steps} steps so far, the last took {seconds:.3f} s")
