@@ -60,6 +60,8 @@ class Training:
         self.model = Model(collects)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.losses: list[float] = []
+        self.other = nn.Linear(8, 8)
+        self.batches: Any = None
 
     def backward(self, batch: Any) -> None:
         loss = self.model(batch).square().mean()
@@ -135,9 +137,22 @@ def closure(step: int, training: Training) -> None:
     training.optimizer.zero_grad()
 
 
+def epochs_of_two(step: int, training: Training) -> None:
+    if step % 2 == 0:
+        training.batches = iter(DataLoader(TensorDataset(torch.zeros(8, 8)), batch_size=4))
+    training.backward(next(training.batches)[0])
+    training.update()
+
+
+def two_models(step: int, training: Training) -> None:
+    training.backward(_batch(step))
+    training.other(_batch(step)).mean().backward()
+    training.update()
+
+
 LOOPS = (
     *(plain, accumulates, same_batch_twice, without_backward, evaluates, two_losses, skips_updates),
-    *(fails_in_the_optimizer, closure),
+    *(fails_in_the_optimizer, closure, epochs_of_two, two_models),
 )
 
 

@@ -348,7 +348,7 @@ class Loop:
         self.finder.saw_again(owner, num_steps)
 
     def usual_step_ended(self, owner: int) -> None:
-        self._optimizer_stack.pop()
+        self._optimizer_stack.clear()
         self.between.training_goes_on()
         self._switch(None)
         self._end(self.finder.saw(BY_OPTIMIZER, owner))
