@@ -22,7 +22,7 @@ def churning(trace: TraceBuilder, at: float, frees: int = 1) -> float:
 
 
 def test_memory_given_back_in_each_step():
-    (finding,) = allocator_churn.check(case_of(steps(churning)))
+    (finding,) = allocator_churn(case_of(steps(churning)))
 
     assert finding.saving_ns == 600_000 + 2_000_000
     assert "1 time and returns it 1 time" in finding.sentence and "cudaFree" in finding.sentence
@@ -31,20 +31,20 @@ def test_memory_given_back_in_each_step():
 
 
 def test_memory_taken_in_each_step_and_never_given_back():
-    (finding,) = allocator_churn.check(case_of(steps(lambda trace, at: churning(trace, at, frees=0))))
+    (finding,) = allocator_churn(case_of(steps(lambda trace, at: churning(trace, at, frees=0))))
 
     assert finding.saving_ns == 600_000
     assert finding.fix.startswith("keep tensor sizes")
 
 
 def test_a_cache_that_fills_is_first_call_cost():
-    assert allocator_churn.check(case_of(steps(lambda trace, at: churning(trace, at, frees=0), num=1))) == []
+    assert allocator_churn(case_of(steps(lambda trace, at: churning(trace, at, frees=0), num=1))) == []
 
 
 def test_a_step_without_such_calls_is_clean():
     trace = steps(lambda trace, at: (kernel(trace, at, runs=at + 10, took=500), 1000.0)[1])
 
-    assert allocator_churn.check(case_of(trace)) == []
+    assert allocator_churn(case_of(trace)) == []
 
 
 def test_retries_of_every_step_are_told_and_one_is_not(tmp_path):
@@ -52,13 +52,13 @@ def test_retries_of_every_step_are_told_and_one_is_not(tmp_path):
     often = recorded(tmp_path / "often", memory={**memory, "num_allocator_retries": 5})
     once = recorded(tmp_path / "once", memory={**memory, "num_allocator_retries": 1})
 
-    (finding,) = allocator_churn.check(case_of(None, often))
+    (finding,) = allocator_churn(case_of(None, often))
 
     assert "5 times in 6 steps with 12.0 GiB of 140 GiB reserved" in finding.sentence
     assert finding.saving_ns is None
-    assert allocator_churn.check(case_of(None, once)) == []
+    assert allocator_churn(case_of(None, once)) == []
 
 
 def test_without_gpu_work_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="no GPU work"):
-        allocator_churn.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))
+        allocator_churn(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))

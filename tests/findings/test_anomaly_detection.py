@@ -10,8 +10,7 @@ from host_cases import case_of, copy, kernel, steps
 from torch import nn
 
 import stepscope
-from stepscope.findings.rules.host import anomaly_detection
-from stepscope.findings.rules.host import synchronization as synchronization
+from stepscope.findings.rules.waits import anomaly_detection, synchronization
 from stepscope.recorder.windows import Windows
 from stepscope.session import open_session
 from trace_builder import TraceBuilder
@@ -33,7 +32,7 @@ def checked(trace: TraceBuilder, at: float, num: int = 4) -> float:
 def test_checks_of_ones_own():
     case = case_of(steps(checked))
 
-    (finding,) = anomaly_detection.check(case)
+    (finding,) = anomaly_detection(case)
 
     # Left: 4 kernels of 1 ms with pauses of 1.5 µs between them, 10 µs before the first; the host is done long before
     # and waits for the last at its end, of which 50 µs are its own.
@@ -41,11 +40,11 @@ def test_checks_of_ones_own():
     assert finding.saving_ns == pytest.approx(4_850_000 - left, abs=5_000)
     assert "The program runs 4 NaN checks per step" in finding.sentence
     assert "3.92 ms of host time" in finding.sentence  # from 50 to 1,030, four times
-    assert synchronization.check(case) == []
+    assert synchronization(case) == []
 
 
 def test_one_look_at_the_loss_is_healthy():
-    assert anomaly_detection.check(case_of(steps(lambda trace, at: checked(trace, at, num=1)))) == []
+    assert anomaly_detection(case_of(steps(lambda trace, at: checked(trace, at, num=1)))) == []
 
 
 @pytest.mark.long
@@ -61,7 +60,7 @@ def test_detect_anomaly_in_a_real_run(tmp_path: Path):
                     model(torch.ones(4, 32)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        found[name] = anomaly_detection.check(open_session(tmp_path / name, use_cache=False).case)
+        found[name] = anomaly_detection(open_session(tmp_path / name, use_cache=False).case)
 
     assert found["off"] == []
     (finding,) = found["on"]

@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.kernels import attention_backend, attention_mask
+from stepscope.findings.rules.attention import attention_backend, attention_mask
 
 LENGTH, SIZE = 2048, 128
 SDPA = "aten::scaled_dot_product_attention"
@@ -53,7 +53,7 @@ def test_the_reason(options, why, fix):
     program = Program()
     attend(program, **options)
 
-    (finding,) = attention_backend.check(program.case())
+    (finding,) = attention_backend(program.case())
 
     assert "efficient backend" in finding.sentence and why in finding.sentence
     assert fix in finding.fix
@@ -65,7 +65,7 @@ def test_the_math_back_end_becomes_one_kernel():
     program = Program()
     on_math(program)
 
-    (finding,) = attention_backend.check(program.case())
+    (finding,) = attention_backend(program.case())
 
     assert "math backend" in finding.sentence
     assert finding.saving_ns == pytest.approx(3_000_000 - flops() / FLASH * 1e9, rel=1e-6)
@@ -76,20 +76,20 @@ def test_the_fast_ones_are_clean(backend):
     program = Program()
     attend(program, backend)
 
-    assert attention_backend.check(program.case()) == []
+    assert attention_backend(program.case()) == []
 
 
 def test_one_call_is_told_by_one_rule():
     program = Program()
     attend(program, mask=True)
     case = program.case()
-    assert attention_backend.check(case) == [] and attention_mask.check(case)
+    assert attention_backend(case) == [] and attention_mask(case)
 
     program = Program()
     attend(program, mask=True, dtype=FP32)
     case = program.case()
-    assert attention_mask.check(case) == []
-    (finding,) = attention_backend.check(case)
+    assert attention_mask(case) == []
+    (finding,) = attention_backend(case)
     assert "4×16×2048×2048" in finding.sentence and "are float32" in finding.sentence
 
 
@@ -97,9 +97,9 @@ def test_a_device_without_flash_is_clean():
     program = Program(deviceProperties=[{"name": "Tesla V100-SXM2-32GB"}])
     attend(program)
 
-    assert attention_backend.check(program.case()) == []
+    assert attention_backend(program.case()) == []
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        attention_backend.check(without_shapes())
+        attention_backend(without_shapes())

@@ -6,8 +6,8 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.host import launch_bound
-from stepscope.findings.rules.kernels import autocast_cost
+from stepscope.findings.rules.casts_and_copies import autocast_cost
+from stepscope.findings.rules.launches import launch_bound
 
 ROWS, WIDTH = 1 << 20, 64
 DOWN, UP = [BF16, FP32, "Scalar"], [FP32, BF16, "Scalar"]
@@ -27,7 +27,7 @@ def test_casts_that_cost_more_than_they_give():
     for _ in range(4):
         layer(program)
 
-    (finding,) = autocast_cost.check(program.case())
+    (finding,) = autocast_cost(program.case())
 
     # In TF32 a product moves twice the bytes: 132 µs at 85 % of 4.8 TB/s, less than the 150 µs that it takes now.
     assert finding.saving_ns == pytest.approx(4 * 152_000)
@@ -40,7 +40,7 @@ def test_products_that_gain_more_are_clean():
     for _ in range(4):
         layer(program, rows=8192, width=4096, cast=50, product=450)
 
-    assert autocast_cost.check(program.case()) == []
+    assert autocast_cost(program.case()) == []
 
 
 def test_a_late_host_is_another_rule():
@@ -50,7 +50,7 @@ def test_a_late_host_is_another_rule():
         layer(program, rows=8192, width=4096, cast=50, product=450)
 
     case = program.case()
-    assert autocast_cost.check(case) == [] and launch_bound.check(case)
+    assert autocast_cost(case) == [] and launch_bound(case)
 
 
 def test_casts_by_hand_are_no_autocast():
@@ -60,9 +60,9 @@ def test_casts_by_hand_are_no_autocast():
         program.op("aten::copy_", [x, x, []], 150, DOWN, around=[("aten::to", [x, []], [FP32, ""])])
         program.op("aten::mm", [x, [WIDTH, WIDTH]], 150, BF16)
 
-    assert autocast_cost.check(program.case()) == []
+    assert autocast_cost(program.case()) == []
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        autocast_cost.check(without_shapes())
+        autocast_cost(without_shapes())

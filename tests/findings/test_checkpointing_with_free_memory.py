@@ -28,7 +28,7 @@ def step(peak: int = GIB, kept: int = GIB, shapes: tuple[list[int], list[int]] =
 
 
 def test_recomputation_with_room_for_it():
-    (finding,) = checkpointing_with_free_memory.check(step().case())
+    (finding,) = checkpointing_with_free_memory(step().case())
 
     assert finding.saving_ns == pytest.approx(2_000_000)
     assert "Recomputing 1 forward op" in finding.sentence
@@ -38,7 +38,7 @@ def test_recomputation_with_room_for_it():
 def test_room_for_a_part_of_it():
     usable = int(150108897280 * 0.85)
 
-    (finding,) = checkpointing_with_free_memory.check(step(peak=usable - 2 * GIB, kept=GIB * 3 // 2).case())
+    (finding,) = checkpointing_with_free_memory(step(peak=usable - 2 * GIB, kept=GIB * 3 // 2).case())
 
     # The peak is 0.5 GiB short of what is usable, and 1.5 GiB would be kept.
     assert finding.saving_ns == pytest.approx(2_000_000 / 3, rel=1e-6)
@@ -46,19 +46,19 @@ def test_room_for_a_part_of_it():
 
 
 def test_full_memory_is_a_good_reason():
-    assert checkpointing_with_free_memory.check(step(peak=130 * GIB).case()) == []
+    assert checkpointing_with_free_memory(step(peak=130 * GIB).case()) == []
 
 
 def test_a_backward_with_a_graph_of_its_own_is_none():
     """create_graph=True numbers the backward's ops too: no forward had called them with these shapes."""
-    assert checkpointing_with_free_memory.check(step(shapes=([8192, 4096], [4096, 1024])).case()) == []
+    assert checkpointing_with_free_memory(step(shapes=([8192, 4096], [4096, 1024])).case()) == []
 
 
 def test_without_memory_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="profile_memory=True"):
-        checkpointing_with_free_memory.check(step(peak=0, kept=0).case())
+        checkpointing_with_free_memory(step(peak=0, kept=0).case())
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        checkpointing_with_free_memory.check(without_shapes())
+        checkpointing_with_free_memory(without_shapes())

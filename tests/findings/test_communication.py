@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.machine import communication, stragglers
+from stepscope.findings.rules.ranks import communication, stragglers
 from stepscope.session import open_session
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
@@ -43,7 +43,7 @@ def case_of(folder, **traces):
 
 
 def test_an_all_reduce_beside_which_nothing_computes(tmp_path):
-    (finding,) = communication.check(case_of(tmp_path, rank0=rank_trace(meets=False)))
+    (finding,) = communication(case_of(tmp_path, rank0=rank_trace(meets=False)))
 
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
     assert finding.upper_bound
@@ -54,13 +54,13 @@ def test_an_all_reduce_beside_which_nothing_computes(tmp_path):
 
 
 def test_an_all_reduce_behind_computing(tmp_path):
-    assert communication.check(case_of(tmp_path, rank0=rank_trace(meets=False, beside_us=1990))) == []
+    assert communication(case_of(tmp_path, rank0=rank_trace(meets=False, beside_us=1990))) == []
 
 
 def test_what_a_rank_waits_for_others_is_not_its_communication(tmp_path):
     ranks = {"rank0": rank_trace(0), "rank1": rank_trace(1, late_us=2000)}
 
-    (finding,) = communication.check(case_of(tmp_path, **ranks))
+    (finding,) = communication(case_of(tmp_path, **ranks))
 
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
     assert finding.confidence == "medium"
@@ -73,7 +73,7 @@ def test_what_a_rank_waits_for_others_is_not_its_communication(tmp_path):
 def test_a_rank_that_comes_late(tmp_path, is_idle, why):
     ranks = {"rank0": rank_trace(0), "rank1": rank_trace(1, late_us=2000, is_idle=is_idle)}
 
-    (finding,) = stragglers.check(case_of(tmp_path, **ranks))
+    (finding,) = stragglers(case_of(tmp_path, **ranks))
 
     assert finding.sentence.startswith("Rank 1 arrives last at 6 of 6 collectives and causes 100 %")
     assert "waits 2.00 ms per step" in finding.sentence
@@ -90,33 +90,33 @@ def test_the_late_rank_looked_at_by_itself_saves_as_much(tmp_path):
     for rank, late in ((0, 2000.0), (1, 0.0)):
         rank_trace(rank, late_us=late).write(tmp_path / f"rank{rank}.json")
 
-    (finding,) = stragglers.check(open_session(tmp_path, use_cache=False).case)
+    (finding,) = stragglers(open_session(tmp_path, use_cache=False).case)
 
     assert finding.sentence.startswith("Rank 0 arrives last")
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
 
 
 def test_ranks_that_come_together(tmp_path):
-    assert stragglers.check(case_of(tmp_path, rank0=rank_trace(0), rank1=rank_trace(1))) == []
+    assert stragglers(case_of(tmp_path, rank0=rank_trace(0), rank1=rank_trace(1))) == []
 
 
 def test_a_rank_that_is_seldom_last_is_no_straggler(tmp_path):
     """It causes 4 ms of waiting in two steps of six, the other one 2 ms in four."""
     ranks = {"rank0": rank_trace(0, 500, late_steps={0, 1, 2, 3}), "rank1": rank_trace(1, 2000, late_steps={4, 5})}
 
-    assert stragglers.check(case_of(tmp_path, **ranks)) == []
+    assert stragglers(case_of(tmp_path, **ranks)) == []
 
 
 def test_two_calls_say_too_little_of_the_clocks(tmp_path):
     ranks = {"rank0": rank_trace(0, num_steps=2), "rank1": rank_trace(1, late_us=2000, num_steps=2)}
 
-    assert stragglers.check(case_of(tmp_path, **ranks)) == []
+    assert stragglers(case_of(tmp_path, **ranks)) == []
 
 
 @needs_traces
 def test_eight_ranks_of_one_real_step():
     """Rank 7 is last to five of eight calls, by 505, 509.5, 162.5, 124 and 9 µs; the others wait for it."""
-    (finding,) = stragglers.check(open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case)
+    (finding,) = stragglers(open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case)
 
     assert finding.sentence.startswith("Rank 7 arrives last at 5 of 8 collectives and causes 76 %")
     assert finding.confidence == "low"
@@ -125,12 +125,12 @@ def test_eight_ranks_of_one_real_step():
 
 def test_what_cannot_be_seen(tmp_path):
     with pytest.raises(Unavailable, match="one rank"):
-        stragglers.check(case_of(tmp_path, rank0=rank_trace(0)))
+        stragglers(case_of(tmp_path, rank0=rank_trace(0)))
     with pytest.raises(Unavailable, match="no trace of GPU work"):
-        communication.check(case_of(tmp_path, host=TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20)))
+        communication(case_of(tmp_path, host=TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20)))
 
 
 def test_a_gpu_that_does_not_communicate(tmp_path):
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20, id=1).launch("gemm", 12, runs=(30, 40), id=1)
 
-    assert communication.check(case_of(tmp_path, rank0=trace)) == []
+    assert communication(case_of(tmp_path, rank0=trace)) == []

@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.analysis.kernels.experts import Router, looped_experts, routers
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.kernels.expert_imbalance import check
+from stepscope.findings.rules.experts_and_scatters import expert_imbalance
 from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
@@ -47,7 +47,7 @@ def padded(capacity, num_tokens=1024, num_experts=8, num_chosen=2):
 
 
 def test_places_for_the_busiest_expert(tmp_path):
-    (finding,) = check(padded(1024).case(tmp_path))
+    (finding,) = expert_imbalance(padded(1024).case(tmp_path))
 
     # 2,048 of 8,192 places can be filled: three quarters of 2,500 µs on them.
     assert finding.saving_ns == pytest.approx(0.75 * 2.5e6, rel=0.01)
@@ -56,11 +56,11 @@ def test_places_for_the_busiest_expert(tmp_path):
 
 
 def test_a_usual_capacity_factor(tmp_path):
-    assert check(padded(320).case(tmp_path)) == []
+    assert expert_imbalance(padded(320).case(tmp_path)) == []
 
 
 def test_tokens_that_find_no_place(tmp_path):
-    (finding,) = check(padded(128).case(tmp_path))
+    (finding,) = expert_imbalance(padded(128).case(tmp_path))
 
     assert finding.saving_ns is None
     assert "At least 50 %" in finding.sentence and "1,024 tokens need 2,048 slots" in finding.sentence
@@ -70,7 +70,7 @@ def test_tokens_that_find_no_place(tmp_path):
 def test_a_batched_product_that_is_no_mixture(tmp_path):
     steps = Steps().op("aten::bmm", [[8, 1024, 64], [8, 64, 1024]], 1000)
 
-    assert check(steps.case(tmp_path)) == []
+    assert expert_imbalance(steps.case(tmp_path)) == []
 
 
 def looped(*layers, width=64):
@@ -83,7 +83,9 @@ def looped(*layers, width=64):
 
 
 def test_an_expert_that_gets_most_tokens(tmp_path):
-    (finding,) = check(looped([900, 20, 60, 44, 1, 1, 1, 1], [850, 100, 30, 40, 1, 1, 1, 5]).case(tmp_path))
+    (finding,) = expert_imbalance(
+        looped([900, 20, 60, 44, 1, 1, 1, 1], [850, 100, 30, 40, 1, 1, 1, 5]).case(tmp_path)
+    )
 
     assert finding.saving_ns is None
     assert "The busiest of 8 experts gets 900 of 1,028 tokens" in finding.sentence
@@ -99,7 +101,7 @@ def test_an_expert_that_gets_most_tokens(tmp_path):
     ],
 )
 def test_products_that_are_well(tmp_path, layers):
-    assert check(looped(*layers).case(tmp_path)) == []
+    assert expert_imbalance(looped(*layers).case(tmp_path)) == []
 
 
 def test_layers_are_found_by_their_sums_and_by_a_router(tmp_path):
@@ -121,4 +123,4 @@ def test_a_sampler_is_no_router(tmp_path):
 def test_without_shapes(tmp_path):
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20, id=1).launch("gemm", 12, runs=(30, 40), id=1)
     with pytest.raises(Unavailable, match="record_shapes"):
-        check(open_session(trace.write(tmp_path / "trace.json"), use_cache=False).case)
+        expert_imbalance(open_session(trace.write(tmp_path / "trace.json"), use_cache=False).case)

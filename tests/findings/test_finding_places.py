@@ -13,8 +13,7 @@ from test_synchronization import read_in_the_middle
 
 from stepscope.analysis.structure.intervals import intersect, length_ns, spans, union
 from stepscope.findings.diagnose import Diagnosis, diagnose
-from stepscope.findings.rules.host import pageable_copies
-from stepscope.findings.rules.host import synchronization as synchronization
+from stepscope.findings.rules.waits import pageable_copies, synchronization
 from stepscope.session import open_session
 from stepscope.session.case import Case
 from stepscope.session.places import MOST_PLACES, places_of_stretches, places_of_work, places_without_work
@@ -85,8 +84,8 @@ def test_the_optimizers_kernels_are_one_stretch_of_a_step():
 
 
 def test_waits_and_copies_are_shown_where_they_are():
-    (copied,) = pageable_copies.check(case_of(steps(batch_first)))
-    (waited,) = synchronization.check(case_of(steps(read_in_the_middle)))
+    (copied,) = pageable_copies(case_of(steps(batch_first)))
+    (waited,) = synchronization(case_of(steps(read_in_the_middle)))
 
     assert copied.places == ((10_000, 5_010_000), (8_160_000, 13_160_000))
     # From the call to the next work: the host stands, then the GPU.

@@ -6,7 +6,7 @@ import pytest
 from recorded_cases import recorded
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.host.first_call import check
+from stepscope.findings.rules.step_times import first_call
 from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
@@ -14,7 +14,7 @@ from trace_builder import TraceBuilder
 def test_clean_steps_that_had_not_settled(tmp_path):
     case = recorded(tmp_path, [30.0, 25.0, 20.0, 15.0, *[10.0] * 16], windows={"warmup": 5, "clean": 20})
 
-    (finding,) = check(case)
+    (finding,) = first_call(case)
 
     assert finding.saving_ns is None
     assert finding.sentence.startswith("Of 20 clean steps, the first 4 were still warming up: the first took 30.0 ms")
@@ -32,7 +32,7 @@ def test_clean_steps_that_had_not_settled(tmp_path):
     ],
 )
 def test_steps_that_have_settled(tmp_path, times):
-    assert check(recorded(tmp_path, times)) == []
+    assert first_call(recorded(tmp_path, times)) == []
 
 
 def traced(num_steps, load_us, num_loading=1):
@@ -50,7 +50,7 @@ def traced(num_steps, load_us, num_loading=1):
 
 
 def test_the_only_step_of_a_trace_loads_its_kernels(tmp_path):
-    (finding,) = check(open_session(traced(1, 3000).write(tmp_path / "trace.json"), use_cache=False).case)
+    (finding,) = first_call(open_session(traced(1, 3000).write(tmp_path / "trace.json"), use_cache=False).case)
 
     assert "only one step" in finding.sentence
     assert finding.saving_ns == pytest.approx(3e6, rel=0.05)
@@ -60,9 +60,9 @@ def test_the_only_step_of_a_trace_loads_its_kernels(tmp_path):
 def test_a_trace_of_steady_steps(tmp_path, num_steps, load_us, num_loading):
     trace = traced(num_steps, load_us, num_loading)
 
-    assert check(open_session(trace.write(tmp_path / "trace.json"), use_cache=False).case) == []
+    assert first_call(open_session(trace.write(tmp_path / "trace.json"), use_cache=False).case) == []
 
 
 def test_without_anything(tmp_path):
     with pytest.raises(Unavailable):
-        check(recorded(tmp_path, []))
+        first_call(recorded(tmp_path, []))

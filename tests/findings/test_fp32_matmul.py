@@ -12,7 +12,7 @@ from stepscope.devices import find_device
 from stepscope.document.findings import findings_part
 from stepscope.errors import Unavailable
 from stepscope.findings.diagnose import Diagnosis
-from stepscope.findings.rules.kernels import fp32_matmul
+from stepscope.findings.rules.matrix_products import fp32_matmul
 from stepscope.session.case import Case
 from trace_builder import PUBLIC, needs_traces
 
@@ -38,7 +38,7 @@ def products(device: str, dtype: str = FP32, took_us: float = 15_000) -> Case:
     ],
 )
 def test_the_advice_is_what_the_device_has(device, dtype, name, fix):
-    (finding,) = fp32_matmul.check(products(device))
+    (finding,) = fp32_matmul(products(device))
 
     expected_ns = FLOPS / (find_device(device).peak_flops[dtype] * GEMM_SHARE) * 1e9
     assert finding.saving_ns == pytest.approx(4 * (15_000_000 - expected_ns), rel=0.001)
@@ -53,12 +53,12 @@ def test_the_advice_is_what_the_device_has(device, dtype, name, fix):
 
 
 def test_products_in_half_precision_are_clean():
-    assert fp32_matmul.check(products("NVIDIA H200", BF16, 400)) == []
+    assert fp32_matmul(products("NVIDIA H200", BF16, 400)) == []
 
 
 def test_a_device_of_which_nothing_faster_is_known():
     with pytest.raises(Unavailable, match="unknown"):
-        fp32_matmul.check(products("Quadro GP100"))
+        fp32_matmul(products("Quadro GP100"))
 
 
 @needs_traces

@@ -34,7 +34,7 @@ def test_the_passes_become_one():
     program = Program()
     backward(program, loss(program))
 
-    (finding,) = full_logits.check(program.case())
+    (finding,) = full_logits(program.case())
 
     assert finding.saving_ns == pytest.approx(4_520_000 - FUSED_NS, abs=1)
     assert "8,192 tokens × 65,536 vocabulary) take 1.00 GiB" in finding.sentence and "4 kernels" in finding.sentence
@@ -50,7 +50,7 @@ def test_bytes_alive_at_the_peak():
     program.memory(2 * SIZE, 3 << 40, weights + 6 * SIZE, ahead=4)
     backward(program, number)
 
-    (finding,) = full_logits.check(program.case())
+    (finding,) = full_logits(program.case())
 
     assert finding.saving_bytes == 4 * SIZE, "all but the logits once"
     assert finding.fix.startswith("loss = torch.compile(head_and_loss)")
@@ -71,13 +71,13 @@ def compiled(weights: int) -> Program:
 
 
 def test_a_compiled_loss_is_as_fast_as_it_can_be():
-    assert full_logits.check(compiled(GIB).case()) == []
+    assert full_logits(compiled(GIB).case()) == []
 
 
 def test_of_a_compiled_loss_chunks_save_memory_where_it_is_short(monkeypatch):
-    monkeypatch.setattr(full_logits, "_SHORT_SHARE", 0.2)
+    monkeypatch.setattr("stepscope.findings.rules.memory._SHORT_SHARE", 0.2)
 
-    (finding,) = full_logits.check(compiled(30 * GIB).case())
+    (finding,) = full_logits(compiled(30 * GIB).case())
 
     assert finding.saving_ns is None and finding.saving_bytes == 4 * SIZE * 7 // 8
     assert "chunks" in finding.fix and "costs time" in finding.derived
@@ -88,7 +88,7 @@ def test_chunks_are_clean():
     for _ in range(8):
         loss(program, TOKENS // 8)
 
-    assert full_logits.check(program.case()) == []
+    assert full_logits(program.case()) == []
 
 
 def test_micro_batches_are_no_chunks():
@@ -96,7 +96,7 @@ def test_micro_batches_are_no_chunks():
     for _ in range(2):
         backward(program, loss(program))
 
-    (finding,) = full_logits.check(program.case())
+    (finding,) = full_logits(program.case())
     assert finding.saving_ns == pytest.approx(2 * (4_520_000 - FUSED_NS), abs=1)
 
 
@@ -105,7 +105,7 @@ def test_a_wide_layer_without_a_loss_is_clean():
     program.op("aten::mm", [[TOKENS, WIDTH], [WIDTH, WORDS]], 1500, BF16)
     program.op("aten::gelu", [LOGITS], 1500, BF16)
 
-    assert full_logits.check(program.case()) == []
+    assert full_logits(program.case()) == []
 
 
 def test_a_small_vocabulary_is_clean():
@@ -113,9 +113,9 @@ def test_a_small_vocabulary_is_clean():
     program.op("aten::mm", [[TOKENS, WIDTH], [WIDTH, 1000]], 1500, BF16)
     program.op("aten::_log_softmax", [[TOKENS, 1000], [], []], 1500)
 
-    assert full_logits.check(program.case()) == []
+    assert full_logits(program.case()) == []
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        full_logits.check(without_shapes())
+        full_logits(without_shapes())

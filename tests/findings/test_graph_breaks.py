@@ -32,7 +32,7 @@ def compiled(trace: TraceBuilder, at: float, nested: bool = True) -> float:
 
 
 def test_a_region_called_by_another_follows_a_break():
-    (finding,) = graph_breaks.check(case_of(steps(compiled)))
+    (finding,) = graph_breaks(case_of(steps(compiled)))
 
     # The second region's 0.6 ms of getting in, and 0.1 ms until its code does something.
     assert finding.saving_ns == 700_000
@@ -42,7 +42,7 @@ def test_a_region_called_by_another_follows_a_break():
 
 
 def test_regions_side_by_side_were_compiled_one_by_one():
-    assert graph_breaks.check(case_of(steps(lambda trace, at: compiled(trace, at, nested=False)))) == []
+    assert graph_breaks(case_of(steps(lambda trace, at: compiled(trace, at, nested=False)))) == []
 
 
 def in_a_row(
@@ -65,7 +65,7 @@ def in_a_row(
 
 
 def test_pieces_of_a_model_in_a_row_cost_the_way_from_one_to_the_next():
-    (finding,) = graph_breaks.check(case_of(steps(in_a_row)))
+    (finding,) = graph_breaks(case_of(steps(in_a_row)))
 
     # Four times: 0.1 ms of Python in between, 0.6 ms of getting in.
     assert finding.saving_ns == 4 * 700_000
@@ -74,7 +74,7 @@ def test_pieces_of_a_model_in_a_row_cost_the_way_from_one_to_the_next():
 
 @pytest.mark.parametrize("arguments", [{"backward_after_each": True}, {"is_differentiated": False}])
 def test_a_compiled_model_that_is_called_again_and_again_is_no_break(arguments):
-    assert graph_breaks.check(case_of(steps(lambda trace, at: in_a_row(trace, at, **arguments)))) == []
+    assert graph_breaks(case_of(steps(lambda trace, at: in_a_row(trace, at, **arguments)))) == []
 
 
 def compiling(folder: Path, **fields: Any) -> Path:
@@ -84,7 +84,7 @@ def compiling(folder: Path, **fields: Any) -> Path:
 
 
 def test_the_recording_knows_where_and_why(tmp_path):
-    (finding,) = graph_breaks.check(case_of(None, compiling(tmp_path / "run", graph_breaks=[BREAK])))
+    (finding,) = graph_breaks(case_of(None, compiling(tmp_path / "run", graph_breaks=[BREAK])))
 
     for figure in ("3 times", "model.py:12 in forward", "Data-dependent branching"):
         assert figure in finding.sentence
@@ -94,30 +94,30 @@ def test_the_recording_knows_where_and_why(tmp_path):
 def test_a_recording_with_a_trace_counts_regions_side_by_side_too(tmp_path):
     trace = steps(lambda trace, at: compiled(trace, at, nested=False))
 
-    (finding,) = graph_breaks.check(case_of(trace, compiling(tmp_path / "run", graph_breaks=[BREAK])))
+    (finding,) = graph_breaks(case_of(trace, compiling(tmp_path / "run", graph_breaks=[BREAK])))
 
     assert finding.saving_ns == 700_000 and finding.confidence == "high"
 
 
 def test_what_was_compiled_whole_and_what_was_not_compiled_are_clean(tmp_path):
-    assert graph_breaks.check(case_of(None, compiling(tmp_path / "whole"))) == []
-    assert graph_breaks.check(case_of(None, recorded(tmp_path / "eager"))) == []
+    assert graph_breaks(case_of(None, compiling(tmp_path / "whole"))) == []
+    assert graph_breaks(case_of(None, recorded(tmp_path / "eager"))) == []
 
 
 def test_too_many_sizes_of_cuda_graphs(tmp_path):
     graphs = {"num_recorded": 40, "num_compiled_functions": 2, "num_distinct_sizes": 20}
     few = {**graphs, "num_distinct_sizes": 2}
 
-    (finding,) = graph_breaks.check(case_of(None, compiling(tmp_path / "many", cuda_graphs=graphs)))
+    (finding,) = graph_breaks(case_of(None, compiling(tmp_path / "many", cuda_graphs=graphs)))
 
     assert "for 20 different sizes of one compiled function, 40 graphs" in finding.sentence
-    assert graph_breaks.check(case_of(None, compiling(tmp_path / "few", cuda_graphs=few))) == []
+    assert graph_breaks(case_of(None, compiling(tmp_path / "few", cuda_graphs=few))) == []
 
 
 def test_a_report_of_another_shape_is_not_read(tmp_path):
     odd = compiling(tmp_path / "odd", graph_breaks=["?", None, {"count": "many"}], cuda_graphs=[3])
 
-    (finding,) = graph_breaks.check(case_of(None, odd))
+    (finding,) = graph_breaks(case_of(None, odd))
 
     assert "1 time" in finding.sentence
 
@@ -159,8 +159,8 @@ def test_a_real_model_that_breaks(tmp_path):
                 optimizer.zero_grad()
         found[breaks] = open_session(tmp_path / breaks, use_cache=False).case
 
-    assert graph_breaks.check(found["nowhere"]) == []
-    (given_up,) = graph_breaks.check(found["in the loop"])
+    assert graph_breaks(found["nowhere"]) == []
+    (given_up,) = graph_breaks(found["in the loop"])
     assert "test_graph_breaks.py" in given_up.sentence and "the function runs eagerly" in given_up.sentence
     assert given_up.saving_ns is None
     # What it costs depends on the machine; that two regions of each step are called by others does not.

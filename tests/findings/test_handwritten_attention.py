@@ -6,7 +6,8 @@ import pytest
 from device_cases import BF16, BOOL, Program, without_shapes
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.kernels import handwritten_attention, unfused_elementwise
+from stepscope.findings.rules.attention import handwritten_attention
+from stepscope.findings.rules.fusion import unfused_elementwise
 from stepscope.findings.rules.memory import full_logits
 
 HEADS, LENGTH, SIZE = 64, 2048, 128
@@ -31,7 +32,7 @@ def test_products_and_softmax_become_flash_attention():
     program = Program()
     forward(program)
 
-    (finding,) = handwritten_attention.check(program.case())
+    (finding,) = handwritten_attention(program.case())
 
     # Two products over half of the scores, as under a causal mask.
     flash_ns = 2 * PRODUCT_FLOPS / 2 / FLASH * 1e9
@@ -44,7 +45,7 @@ def test_without_a_mask_all_scores_are_computed():
     program = Program()
     forward(program, mask=False)
 
-    (finding,) = handwritten_attention.check(program.case())
+    (finding,) = handwritten_attention(program.case())
 
     assert finding.saving_ns == pytest.approx(2_000_000 - 2 * PRODUCT_FLOPS / FLASH * 1e9, rel=1e-6)
     assert "is_causal" not in finding.fix and not finding.upper_bound
@@ -59,7 +60,7 @@ def test_the_backward_belongs_to_it():
     program.op("aten::bmm", [SQUARE, LEFT], 700, BF16, backward=softmax)
     program.op("aten::bmm", [[HEADS, SIZE, LENGTH], SQUARE], 700, BF16, backward=softmax)
 
-    (finding,) = handwritten_attention.check(program.case())
+    (finding,) = handwritten_attention(program.case())
 
     # Flash's backward has five products where four are seen here but one: three, each a quarter more.
     flash_ns = (2 + 3 * 5 / 4) * PRODUCT_FLOPS / FLASH * 1e9
@@ -70,7 +71,7 @@ def test_a_softmax_by_hand_counts_too():
     program = Program()
     forward(program, softmax="aten::exp")
 
-    (finding,) = handwritten_attention.check(program.case())
+    (finding,) = handwritten_attention(program.case())
     assert finding.saving_ns is not None
 
 
@@ -85,7 +86,7 @@ def test_bytes_of_the_scores_at_the_peak():
     program.op("aten::bmm", [SQUARE, LEFT], 700, BF16)
     program.memory(-size, 2 << 40, (1 << 20) + size)
 
-    (finding,) = handwritten_attention.check(program.case())
+    (finding,) = handwritten_attention(program.case())
 
     assert finding.saving_bytes == 2 * size
     assert "1.00 GiB of the memory peak" in finding.sentence
@@ -97,8 +98,8 @@ def test_chains_over_scores_are_told_once():
     forward(program)
 
     case = program.case()
-    assert handwritten_attention.check(case)
-    assert unfused_elementwise.check(case) == [] and full_logits.check(case) == []
+    assert handwritten_attention(case)
+    assert unfused_elementwise(case) == [] and full_logits(case) == []
 
 
 def test_a_softmax_that_no_product_takes_is_none():
@@ -107,7 +108,7 @@ def test_a_softmax_that_no_product_takes_is_none():
     program.op("aten::bmm", [LEFT, RIGHT], 700, BF16)
     program.op("aten::_softmax", [SCORES, [], []], 300, BF16)
 
-    assert handwritten_attention.check(program.case()) == []
+    assert handwritten_attention(program.case()) == []
 
 
 def test_the_math_back_end_is_another_rule():
@@ -118,9 +119,9 @@ def test_the_math_back_end_is_another_rule():
     program.op("aten::_softmax", [SCORES, [], []], 300, BF16, around=sdpa)
     program.op("aten::bmm", [SQUARE, LEFT], 700, BF16, around=sdpa)
 
-    assert handwritten_attention.check(program.case()) == []
+    assert handwritten_attention(program.case()) == []
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        handwritten_attention.check(without_shapes())
+        handwritten_attention(without_shapes())

@@ -6,7 +6,7 @@ import pytest
 from host_cases import case_of, kernel, steps
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.host import host_stall
+from stepscope.findings.rules.launches import host_stall
 from trace_builder import AUTOGRAD, TraceBuilder
 
 MS = 1000.0
@@ -30,7 +30,7 @@ def training(trace: TraceBuilder, at: float, quiet: float = 5 * MS, inside: str 
 
 
 def test_python_that_gives_the_gpu_nothing():
-    (finding,) = host_stall.check(case_of(steps(training)))
+    (finding,) = host_stall(case_of(steps(training)))
 
     assert finding.saving_ns == 5_000_000
     assert "5.00 ms per step (50 % of 10.0 ms), in 1 pause, mostly in Python code outside" in finding.sentence
@@ -38,7 +38,7 @@ def test_python_that_gives_the_gpu_nothing():
 
 
 def test_an_op_on_the_cpu_is_named():
-    (finding,) = host_stall.check(case_of(steps(lambda trace, at: training(trace, at, inside="aten::topk"))))
+    (finding,) = host_stall(case_of(steps(lambda trace, at: training(trace, at, inside="aten::topk"))))
 
     assert finding.saving_ns == 4_800_000  # as long as the op
     assert "mostly in aten::topk on the CPU" in finding.sentence and "aten::topk a CUDA tensor" in finding.fix
@@ -50,13 +50,13 @@ def test_stacks_name_the_function():
         trace.python("train.py(88): write_log", at + 5030, 4980).python("json/__init__.py(9): dump", at + 5040, 4900)
         return length
 
-    (finding,) = host_stall.check(case_of(steps(logged)))
+    (finding,) = host_stall(case_of(steps(logged)))
 
     assert "in train.py(88): write_log" in finding.sentence and finding.confidence == "high"
 
 
 def test_tensors_given_back_are_work():
-    assert host_stall.check(case_of(steps(lambda trace, at: training(trace, at, inside="bookkeeping")))) == []
+    assert host_stall(case_of(steps(lambda trace, at: training(trace, at, inside="bookkeeping")))) == []
 
 
 def test_what_the_gpu_hides_costs_nothing():
@@ -65,25 +65,25 @@ def test_what_the_gpu_hides_costs_nothing():
         trace.call("cudaDeviceSynchronize", at + 4000, 2020)
         return 6100
 
-    assert host_stall.check(case_of(steps(hidden))) == []
+    assert host_stall(case_of(steps(hidden))) == []
 
 
 def test_a_stretch_in_one_step_of_many_is_left_to_others():
     lengths = iter([0.0, 0.0, 1.2 * MS, 0.0, 0.0])  # 0.24 ms a step, of 5.26
     trace = steps(lambda trace, at: training(trace, at, quiet=next(lengths)), num=5)
 
-    assert host_stall.check(case_of(trace)) == []
+    assert host_stall(case_of(trace)) == []
 
 
 def test_after_the_work_of_the_only_step_it_may_be_the_profiler():
-    assert host_stall.check(case_of(steps(training, num=1))) == []
+    assert host_stall(case_of(steps(training, num=1))) == []
 
 
 def test_without_steps_it_cannot_be_checked():
     trace = TraceBuilder()
     kernel(trace, 0, runs=10, took=500)
     with pytest.raises(Unavailable, match=r"prof\.step"):
-        host_stall.check(case_of(trace))
+        host_stall(case_of(trace))
 
 
 def graph_given_back(trace: TraceBuilder, at: float, quiet: float = 1.2 * MS, is_let_go: bool = True) -> float:
@@ -102,12 +102,12 @@ def graph_given_back(trace: TraceBuilder, at: float, quiet: float = 1.2 * MS, is
 
 
 def test_a_graph_that_is_given_back_and_the_optimizers_own_python_are_work():
-    assert host_stall.check(case_of(steps(graph_given_back))) == []
+    assert host_stall(case_of(steps(graph_given_back))) == []
 
 
 def test_after_the_backward_a_longer_stretch_or_one_that_ends_with_no_tensor_is_told():
-    (longer,) = host_stall.check(case_of(steps(lambda trace, at: graph_given_back(trace, at, quiet=1.6 * MS))))
-    (other,) = host_stall.check(case_of(steps(lambda trace, at: graph_given_back(trace, at, is_let_go=False))))
+    (longer,) = host_stall(case_of(steps(lambda trace, at: graph_given_back(trace, at, quiet=1.6 * MS))))
+    (other,) = host_stall(case_of(steps(lambda trace, at: graph_given_back(trace, at, is_let_go=False))))
 
     assert longer.saving_ns == pytest.approx(1_600_000, abs=20_000)
     assert "the host launches nothing" in other.sentence.lower()

@@ -9,8 +9,8 @@ from recorded_cases import GPU, recorded
 
 from handmade import flops_facts, op_flops, sample
 from stepscope.errors import Unavailable
-from stepscope.findings.gemms import gemm_calls
-from stepscope.findings.rules.machine.impossible_mfu import check
+from stepscope.findings.rules.machine import impossible_mfu
+from stepscope.findings.rules.matrix_products import gemm_calls
 from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
@@ -35,7 +35,7 @@ def utilized(folder, share, dtype="bf16", peak=PEAK, formula_share=1.0, is_gpu=T
 
 
 def test_mfu_above_one(tmp_path):
-    (finding,) = check(utilized(tmp_path, 1.5))
+    (finding,) = impossible_mfu(utilized(tmp_path, 1.5))
 
     assert finding.sentence.startswith(
         "MFU is 150 %, which is impossible: 1.48e+03 TFLOP/s against a limit of bf16 989"
@@ -47,23 +47,23 @@ def test_mfu_above_one(tmp_path):
 def test_the_clock_of_a_host_that_runs_ahead(tmp_path):
     case = utilized(tmp_path, 1.5, is_gpu=False)
 
-    assert "The time is wrong: 10.0 ms is host time" in check(case)[0].sentence
+    assert "The time is wrong: 10.0 ms is host time" in impossible_mfu(case)[0].sentence
 
 
 def test_float32_that_must_have_been_tf32(tmp_path):
-    (finding,) = check(utilized(tmp_path, 2.0, dtype="fp32", peak=66_900_000_000_000))
+    (finding,) = impossible_mfu(utilized(tmp_path, 2.0, dtype="fp32", peak=66_900_000_000_000))
 
     assert "The dtype is wrong" in finding.sentence
 
 
 def test_flops_that_are_more_than_the_formula_s(tmp_path):
-    (finding,) = check(utilized(tmp_path, 1.5, formula_share=0.5))
+    (finding,) = impossible_mfu(utilized(tmp_path, 1.5, formula_share=0.5))
 
     assert "The FLOPs are wrong: 2.0 times 6·N·tokens" in finding.sentence
 
 
 def test_half_of_the_peak(tmp_path):
-    assert check(utilized(tmp_path, 0.5)) == []
+    assert impossible_mfu(utilized(tmp_path, 0.5)) == []
 
 
 def traced(duration_us):
@@ -76,7 +76,7 @@ def traced(duration_us):
 
 @pytest.mark.parametrize(("duration_us", "num"), [(100, 1), (200, 0), (20, 0)])
 def test_a_product_that_is_faster_than_the_device(tmp_path, duration_us, num):
-    found = check(open_session(traced(duration_us).write(tmp_path / "trace.json"), use_cache=False).case)
+    found = impossible_mfu(open_session(traced(duration_us).write(tmp_path / "trace.json"), use_cache=False).case)
 
     assert len(found) == num
     if num:
@@ -97,9 +97,9 @@ def test_a_convolution_may_multiply_less_than_is_counted(tmp_path):
 
     (call,) = gemm_calls(case).iter_rows(named=True)
     assert call["flops"] / call["duration_ns"] * 1e9 > 1.02 * case.device.peak_flops["fp32"]
-    assert check(case) == []
+    assert impossible_mfu(case) == []
 
 
 def test_without_a_peak(tmp_path):
     with pytest.raises(Unavailable, match="doctor --measure"):
-        check(recorded(tmp_path, [10.0] * 8))
+        impossible_mfu(recorded(tmp_path, [10.0] * 8))

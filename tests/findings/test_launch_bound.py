@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from host_cases import case_of, kernel, steps
 
-from stepscope.findings.rules.host import launch_bound
+from stepscope.findings.rules.launches import launch_bound
 from trace_builder import TraceBuilder
 
 
@@ -17,7 +17,7 @@ def many_small(trace: TraceBuilder, at: float, stall: float = 0.0) -> float:
 
 
 def test_the_time_of_launching():
-    (finding,) = launch_bound.check(case_of(steps(many_small)))
+    (finding,) = launch_bound(case_of(steps(many_small)))
 
     assert "needs 2.10 ms to launch 20 kernels per step" in finding.sentence
     assert sum(row["num_kernels"] for row in finding.evidence[1].rows) == 20, "of a step, as the sentence"
@@ -26,7 +26,7 @@ def test_the_time_of_launching():
 
 
 def test_what_is_no_launching_is_left_out():
-    (finding,) = launch_bound.check(case_of(steps(lambda trace, at: many_small(trace, at, stall=6000))))
+    (finding,) = launch_bound(case_of(steps(lambda trace, at: many_small(trace, at, stall=6000))))
 
     # From the last launch of a step to the first of the next it is 6.2 ms: a stall, told by others.
     (row,) = finding.evidence[0].rows
@@ -40,7 +40,7 @@ def test_no_host_saves_more_than_the_gpu_stood_idle():
 
     case.__dict__["starved_ns"] = 50_000.0
 
-    assert launch_bound.check(case) == []
+    assert launch_bound(case) == []
 
 
 def test_how_the_gpu_stood_in_other_steps_is_left_out():
@@ -64,7 +64,7 @@ def test_the_step_that_is_saved_from_is_the_one_without_the_profiler():
     case.__dict__["profiler_ns_per_event"] = 40_000.0  # twice for each kernel: 20 µs of the host's 100 are left
 
     assert case.starved_ns == case.step.done_ns - 20 * 5_000 < 600_000
-    (finding,) = launch_bound.check(case)
+    (finding,) = launch_bound(case)
     assert finding.saving_ns <= case.starved_ns
 
 
@@ -75,4 +75,4 @@ def test_a_gpu_that_has_enough_to_do_is_clean():
         trace.call("cudaDeviceSynchronize", at + 500, 9520)
         return 10_030
 
-    assert launch_bound.check(case_of(steps(large))) == []
+    assert launch_bound(case_of(steps(large))) == []

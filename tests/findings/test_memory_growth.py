@@ -6,7 +6,7 @@ import pytest
 from recorded_cases import TRAINING, recorded, run_script, tensor
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.memory.memory_growth import check
+from stepscope.findings.rules.memory import memory_growth
 from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
@@ -21,7 +21,7 @@ def test_what_a_step_leaves_and_earlier_ones_have_left(tmp_path):
     held = [tensor(400, caller="train.py:7 outputs") for _ in range(5)]
     memory = window(*held, tensor(400, born=0, op="aten.mm"))
 
-    (finding,) = check(recorded(tmp_path, [10.0] * 8, window=memory))
+    (finding,) = memory_growth(recorded(tmp_path, [10.0] * 8, window=memory))
 
     assert finding.saving_bytes == 5 * 400
     assert finding.saving_ns is None
@@ -40,14 +40,14 @@ def test_what_a_step_leaves_and_earlier_ones_have_left(tmp_path):
     ],
 )
 def test_what_a_healthy_step_leaves(tmp_path, allocations):
-    assert check(recorded(tmp_path, [10.0] * 8, window=window(*allocations))) == []
+    assert memory_growth(recorded(tmp_path, [10.0] * 8, window=window(*allocations))) == []
 
 
 def test_a_graph_that_is_kept_but_does_not_grow(tmp_path):
     graph = {"bytes": 2000, "num_tensors": 1, "op": "MeanBackward0", "module": None, "frame": "train.py:9 out"}
     memory = window(tensor(2000, owner="left_alive"), left_alive=[graph])
 
-    (finding,) = check(recorded(tmp_path, [10.0] * 8, window=memory))
+    (finding,) = memory_growth(recorded(tmp_path, [10.0] * 8, window=memory))
 
     assert finding.saving_bytes == 2000
     assert "held by train.py:9 out" in finding.sentence
@@ -56,7 +56,7 @@ def test_a_graph_that_is_kept_but_does_not_grow(tmp_path):
 
 def test_without_memory_nothing_is_said(tmp_path):
     with pytest.raises(Unavailable):
-        check(recorded(tmp_path, [10.0] * 8))
+        memory_growth(recorded(tmp_path, [10.0] * 8))
 
 
 def traced(kept_bytes, freed_bytes=4096):
@@ -78,7 +78,7 @@ def traced(kept_bytes, freed_bytes=4096):
 
 
 def test_a_trace_whose_level_rises_from_step_to_step(tmp_path):
-    (finding,) = check(open_session(traced(1 << 15).write(tmp_path / "trace.json"), use_cache=False).case)
+    (finding,) = memory_growth(open_session(traced(1 << 15).write(tmp_path / "trace.json"), use_cache=False).case)
 
     assert finding.saving_bytes == 1 << 15
     assert "leaves 32.0 KiB of memory behind, mostly from aten::mm" in finding.sentence
@@ -86,7 +86,7 @@ def test_a_trace_whose_level_rises_from_step_to_step(tmp_path):
 
 
 def test_a_trace_whose_level_stays(tmp_path):
-    assert check(open_session(traced(0).write(tmp_path / "trace.json"), use_cache=False).case) == []
+    assert memory_growth(open_session(traced(0).write(tmp_path / "trace.json"), use_cache=False).case) == []
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def test_a_script_that_keeps_its_losses(tmp_path, backward, also, is_told):
     script = TRAINING.format(num_steps=14, backward=backward, also=also)
     case = run_script(tmp_path, script, "--warmup", "2", "--clean", "8", "--trace", "0")
 
-    found = check(case)
+    found = memory_growth(case)
 
     assert bool(found) == is_told
     if is_told:

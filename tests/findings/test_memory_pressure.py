@@ -6,8 +6,7 @@ import pytest
 from recorded_cases import GPU, recorded
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.memory import allocator_churn
-from stepscope.findings.rules.memory.memory_pressure import check
+from stepscope.findings.rules.memory import allocator_churn, memory_pressure
 from stepscope.session import open_session
 
 GIB = 1 << 30
@@ -21,7 +20,7 @@ def reserved(folder, allocated, held, retries=0, used=0, **facts):
         "driver_total_bytes": 100 * GIB,
         "num_allocator_retries": retries,
     }
-    return check(recorded(folder, [10.0] * 8, is_gpu=True, memory=memory, **facts))
+    return memory_pressure(recorded(folder, [10.0] * 8, is_gpu=True, memory=memory, **facts))
 
 
 def test_fragments_in_a_full_memory(tmp_path):
@@ -42,7 +41,7 @@ def test_the_allocator_had_to_begin_again(tmp_path):
 def test_retries_of_every_step_are_told_once(tmp_path):
     """By the rule that tells what they cost."""
     (finding,) = reserved(tmp_path, 30, 50, retries=30, used=60)
-    (churn,) = allocator_churn.check(open_session(tmp_path).case)
+    (churn,) = allocator_churn(open_session(tmp_path).case)
 
     assert "returned its cache" not in finding.sentence
     assert "ran out of memory 30 times" in churn.sentence
@@ -71,4 +70,4 @@ def test_memory_as_it_should_be(tmp_path, allocated, held, retries):
 
 def test_a_processor_has_no_allocator_s_figures(tmp_path):
     with pytest.raises(Unavailable, match="on a GPU"):
-        check(recorded(tmp_path, [10.0] * 8))
+        memory_pressure(recorded(tmp_path, [10.0] * 8))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from device_cases import BF16, FP32, Program
 
-from stepscope.findings.rules.kernels import needless_copies
+from stepscope.findings.rules.casts_and_copies import needless_copies
 
 SHAPE = [4096, 4096]
 
@@ -20,7 +20,7 @@ def copying(around: str | None = None, has_backward: bool = False, took_us: floa
         program.op(
             "aten::copy_", [SHAPE, SHAPE], took_us, BF16, around=[("aten::clone", [SHAPE], [BF16])], backward=number
         )
-    return needless_copies.check(program.case())
+    return needless_copies(program.case())
 
 
 def test_a_clone_of_the_program_without_a_backward():
@@ -50,4 +50,4 @@ def test_a_cast_that_a_checkpoint_runs_again_and_its_backward_are_no_way_there_a
     program.op("aten::copy_", [SHAPE, SHAPE, []], 2000, widen, around=to, recomputed_in=number)
     program.op("aten::copy_", [SHAPE, SHAPE, []], 2000, narrow, around=to, backward=number)
 
-    assert needless_copies.check(program.case()) == []
+    assert needless_copies(program.case()) == []

@@ -6,14 +6,14 @@ import pytest
 from recorded_cases import recorded
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.machine.other_process import check
+from stepscope.findings.rules.machine import other_process
 
 GIB = 1 << 30
 MEMORY = {"peak_reserved_bytes": 10 * GIB, "driver_used_bytes": 14 * GIB, "peak_resident_bytes": GIB}
 
 
 def beside(folder, *processes, memory=MEMORY):
-    return check(
+    return other_process(
         recorded(folder, [10.0] * 8, is_gpu=True, counters={"other_processes": list(processes)}, memory=memory)
     )
 
@@ -41,4 +41,4 @@ def test_a_process_without_figures_may_be_the_run_itself(tmp_path):
 
 def test_without_nvml(tmp_path):
     with pytest.raises(Unavailable, match="NVML"):
-        check(recorded(tmp_path, [10.0] * 8))
+        other_process(recorded(tmp_path, [10.0] * 8))

@@ -6,8 +6,7 @@ import pytest
 from host_cases import case_of, copy, kernel, steps
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.host import pageable_copies
-from stepscope.findings.rules.host import synchronization as synchronization
+from stepscope.findings.rules.waits import pageable_copies, synchronization
 from trace_builder import TraceBuilder
 
 BYTES = 50_000_000
@@ -26,7 +25,7 @@ def batch_first(trace: TraceBuilder, at: float, memory: str = "Pageable", num_by
 def test_a_batch_from_pageable_memory():
     case = case_of(steps(batch_first))
 
-    (finding,) = pageable_copies.check(case)
+    (finding,) = pageable_copies(case)
 
     # The copy takes 1 ms from 10 µs on, the kernel follows after a pause, the host ends 30 µs after its sync. In 8.15
     # ms as traced, of which 10 µs are the sync's own.
@@ -35,19 +34,19 @@ def test_a_batch_from_pageable_memory():
     )
     assert "47.7 MiB" in finding.sentence and "1 transfer at 10.0 GB/s" in finding.sentence
     assert "pin_memory=True" in finding.fix and "50 GB/s" in finding.derived
-    assert synchronization.check(case) == []
+    assert synchronization(case) == []
 
 
 def test_pinned_memory_is_clean():
-    assert pageable_copies.check(case_of(steps(lambda trace, at: batch_first(trace, at, "Pinned")))) == []
+    assert pageable_copies(case_of(steps(lambda trace, at: batch_first(trace, at, "Pinned")))) == []
 
 
 def test_a_few_bytes_are_no_batch():
     trace = steps(lambda trace, at: batch_first(trace, at, num_bytes=1000))
 
-    assert pageable_copies.check(case_of(trace)) == []
+    assert pageable_copies(case_of(trace)) == []
 
 
 def test_without_gpu_work_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="no GPU work"):
-        pageable_copies.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))
+        pageable_copies(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))

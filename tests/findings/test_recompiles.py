@@ -46,14 +46,14 @@ def recorded(folder: Path, compiles: list[int], compiler: dict[str, Any] | None)
 def test_planning_for_shapes_that_change():
     lengths = iter([640, 648])
 
-    (finding,) = recompiles.check(case_of(steps(lambda trace, at: planned(trace, at, next(lengths)))))
+    (finding,) = recompiles(case_of(steps(lambda trace, at: planned(trace, at, next(lengths)))))
 
     assert finding.saving_ns == (4_000_000 + 4_030_000) / 2  # the second begins at the end of the step before
     assert "[8, 12, 640, 64], [8, 12, 648, 64]" in finding.sentence and finding.confidence == "high"
 
 
 def test_without_a_recording_nobody_knows_the_guard():
-    (finding,) = recompiles.check(case_of(steps(planned)))
+    (finding,) = recompiles(case_of(steps(planned)))
 
     assert "planned for again" in finding.sentence and finding.confidence == "medium"
     assert finding.fix.startswith("TORCH_LOGS=recompiles")
@@ -63,27 +63,27 @@ def test_the_guard_comes_from_the_recording(tmp_path):
     case = case_of(steps(planned), recorded(tmp_path / "run", [0, 0], report()))
     case.__dict__["clean_ns"] = None
 
-    (finding,) = recompiles.check(case)
+    (finding,) = recompiles(case)
 
     assert GUARD in finding.sentence and "dynamic=True" in finding.fix
     assert finding.evidence[1].rows[0]["failed_guards"] == [GUARD]
 
 
 def test_clean_steps_that_compiled_again(tmp_path):
-    (finding,) = recompiles.check(case_of(None, recorded(tmp_path / "run", [0, 1, 0, 1, 0, 0, 0, 0], report())))
+    (finding,) = recompiles(case_of(None, recorded(tmp_path / "run", [0, 1, 0, 1, 0, 0, 0, 0], report())))
 
     assert finding.saving_ns == 2 * 40 * MS / 8
     assert finding.sentence.startswith("2 of 8 clean steps recompiled something and took 50.0 ms")
 
 
 def test_once_is_first_call_cost(tmp_path):
-    assert recompiles.check(case_of(None, recorded(tmp_path / "run", [1, 0, 0, 0], report()))) == []
+    assert recompiles(case_of(None, recorded(tmp_path / "run", [1, 0, 0, 0], report()))) == []
 
 
 def test_giving_up_is_told(tmp_path):
     given_up = report(recompile_limit_hits=[{"frame": "'forward' (model.py:3)", "count": 1}])
 
-    (finding,) = recompiles.check(case_of(None, recorded(tmp_path / "run", [0, 0, 0], given_up)))
+    (finding,) = recompiles(case_of(None, recorded(tmp_path / "run", [0, 0, 0], given_up)))
 
     assert finding.sentence.startswith("torch.compile reached its recompile limit for 'forward' (model.py:3)")
     assert finding.saving_ns is None
@@ -91,4 +91,4 @@ def test_giving_up_is_told(tmp_path):
 
 def test_without_trace_and_without_a_report_it_cannot_be_checked(tmp_path):
     with pytest.raises(Unavailable, match="no trace"):
-        recompiles.check(case_of(None, recorded(tmp_path / "run", [0, 0], None)))
+        recompiles(case_of(None, recorded(tmp_path / "run", [0, 0], None)))

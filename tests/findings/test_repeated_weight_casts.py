@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.kernels import autocast_cost, repeated_weight_casts
+from stepscope.findings.rules.casts_and_copies import autocast_cost, repeated_weight_casts
 
 DOWN = [BF16, FP32, "Scalar"]
 
@@ -27,21 +27,19 @@ def test_weights_cast_in_every_micro_batch():
         micro_batch(program)
 
     case = program.case()
-    (finding,) = repeated_weight_casts.check(case)
+    (finding,) = repeated_weight_casts(case)
 
     assert finding.saving_ns == pytest.approx(9 * 40_000)
     assert "3 weights are cast to bfloat16 in each of 4 micro-batches per step." in finding.sentence
     assert "Repeating 9 casts takes" in finding.sentence
-    assert autocast_cost.check(case) == [], (
-        "what is cast once pays: 0.12 ms for products that take four times as long"
-    )
+    assert autocast_cost(case) == [], "what is cast once pays: 0.12 ms for products that take four times as long"
 
 
 def test_one_micro_batch_is_clean():
     program = Program()
     micro_batch(program)
 
-    assert repeated_weight_casts.check(program.case()) == []
+    assert repeated_weight_casts(program.case()) == []
 
 
 def test_other_weights_in_each_are_clean():
@@ -49,9 +47,9 @@ def test_other_weights_in_each_are_clean():
     for width in (2048, 3072, 4096):
         micro_batch(program, width)
 
-    assert repeated_weight_casts.check(program.case()) == []
+    assert repeated_weight_casts(program.case()) == []
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        repeated_weight_casts.check(without_shapes())
+        repeated_weight_casts(without_shapes())

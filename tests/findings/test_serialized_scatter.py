@@ -6,7 +6,7 @@ import pytest
 from device_cases import FP32, INT64, Program, without_shapes
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.kernels import serialized_scatter as serialized_scatter
+from stepscope.findings.rules.experts_and_scatters import serialized_scatter
 
 TABLE, VALUES = [256, 512], [500_000, 512]
 GOOD_NS = 4 * (500_000 + 2 * 256) * 512 / (4.8e12 * 0.4) * 1e9 + 500_000 * 0.2
@@ -25,7 +25,7 @@ def test_the_backward_of_advanced_indexing():
     program = Program()
     lookup_and_backward(program, 10_000)
 
-    (finding,) = serialized_scatter.check(program.case())
+    (finding,) = serialized_scatter(program.case())
 
     assert finding.saving_ns == pytest.approx(20_000_000 - GOOD_NS, abs=1)
     assert "for aten::index" in finding.sentence
@@ -37,7 +37,7 @@ def test_an_embedding():
     program = Program()
     lookup_and_backward(program, 10_000, "aten::embedding_dense_backward")
 
-    (finding,) = serialized_scatter.check(program.case())
+    (finding,) = serialized_scatter(program.case())
     assert "one_hot" in finding.fix
 
 
@@ -45,7 +45,7 @@ def test_as_fast_as_an_embedding_s_backward_it_is_clean():
     program = Program()
     lookup_and_backward(program, 600)  # 1.2 ms for what takes 0.63 ms
 
-    assert serialized_scatter.check(program.case()) == []
+    assert serialized_scatter(program.case()) == []
 
 
 def test_a_table_as_large_as_the_values_is_read_and_written_too():
@@ -54,9 +54,9 @@ def test_a_table_as_large_as_the_values_is_read_and_written_too():
     shapes, types = [VALUES, [], VALUES, [], []], [FP32, "TensorList", FP32, "", ""]
     program.op("aten::_index_put_impl_", shapes, 1600, types, backward=number, kernels=KERNELS)  # needs 1.7 ms
 
-    assert serialized_scatter.check(program.case()) == []
+    assert serialized_scatter(program.case()) == []
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        serialized_scatter.check(without_shapes())
+        serialized_scatter(without_shapes())

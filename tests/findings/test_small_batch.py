@@ -7,7 +7,7 @@ from device_cases import Program
 from host_cases import H200, case_of
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.host import small_batch
+from stepscope.findings.rules.launches import small_batch
 from trace_builder import TraceBuilder
 
 GIB = 1 << 30
@@ -27,7 +27,7 @@ def graph(took: float, pause: float = 0.0, num: int = 2000, peak: int = GIB) -> 
 
 
 def test_short_kernels_take_more_data_for_nothing():
-    (finding,) = small_batch.check(case_of(graph(took=3)))
+    (finding,) = small_batch(case_of(graph(took=3)))
 
     assert finding.saving_ns == pytest.approx(3_000_000, rel=0.01), "half of 6 ms"
     assert "Half of 2,000 kernels per step are shorter than 3.00 µs" in finding.sentence
@@ -43,14 +43,14 @@ def test_short_kernels_take_more_data_for_nothing():
     ],
 )
 def test_clean(trace):
-    assert small_batch.check(case_of(trace)) == []
+    assert small_batch(case_of(trace)) == []
 
 
 def test_without_memory_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="profile_memory=True"):
-        small_batch.check(case_of(graph(took=3, peak=0)))
+        small_batch(case_of(graph(took=3, peak=0)))
 
 
 def test_one_long_kernel_is_a_full_device():
     program = Program()
-    assert small_batch.check(program.case()) == []
+    assert small_batch(program.case()) == []

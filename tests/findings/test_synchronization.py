@@ -7,7 +7,7 @@ from host_cases import H200, case_of, copy, kernel, steps
 
 from stepscope.analysis.time.waits import mask_indexing
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.host import synchronization as synchronization
+from stepscope.findings.rules.waits import synchronization
 from trace_builder import TraceBuilder
 
 
@@ -24,7 +24,7 @@ def read_in_the_middle(trace: TraceBuilder, at: float, caller: str | None = None
 
 
 def test_a_value_read_in_the_middle_costs_what_the_host_then_needs():
-    (finding,) = synchronization.check(case_of(steps(read_in_the_middle)))
+    (finding,) = synchronization(case_of(steps(read_in_the_middle)))
 
     # 9.1 ms; without the read the second kernel follows the first after a pause of 1.5 µs, and Python runs beside it.
     assert finding.saving_ns == 9_100_000 - (4_010_000 + 1_500 + 4_000_000 + 90_000)
@@ -38,7 +38,7 @@ def test_a_value_read_in_the_middle_costs_what_the_host_then_needs():
 def test_stacks_name_the_caller():
     trace = steps(lambda trace, at: read_in_the_middle(trace, at, "train.py(41): log_norms"))
 
-    (finding,) = synchronization.check(case_of(trace))
+    (finding,) = synchronization(case_of(trace))
 
     assert "aten::item in train.py(41): log_norms" in finding.sentence
 
@@ -58,7 +58,7 @@ def norms_one_by_one(trace: TraceBuilder, at: float, num: int = 5) -> float:
 
 
 def test_norms_read_one_by_one_are_computed_as_one():
-    (finding,) = synchronization.check(case_of(steps(norms_one_by_one)))
+    (finding,) = synchronization(case_of(steps(norms_one_by_one)))
 
     # Of 100 µs a norm, 30 are neither the norm's nor the read's. The first norm, after another op, is left too: 20.
     # So the second kernel is launched at 1,270 µs, and ends 40 µs before its step.
@@ -67,7 +67,7 @@ def test_norms_read_one_by_one_are_computed_as_one():
 
 
 def test_a_few_norms_are_left_as_they_are():
-    (finding,) = synchronization.check(case_of(steps(lambda trace, at: norms_one_by_one(trace, at, num=3))))
+    (finding,) = synchronization(case_of(steps(lambda trace, at: norms_one_by_one(trace, at, num=3))))
 
     assert finding.saving_ns < 3 * 100_000
 
@@ -83,17 +83,15 @@ def read_at_the_end(trace: TraceBuilder, at: float, before: float = 0) -> float:
 
 
 def test_the_loss_read_once_at_the_end_is_healthy():
-    assert synchronization.check(case_of(steps(read_at_the_end))) == []
+    assert synchronization(case_of(steps(read_at_the_end))) == []
     # 0.4 ms of 8.45 would be worth telling of anything else: a step may look at its loss.
-    assert (
-        synchronization.check(case_of(steps(lambda trace, at: read_at_the_end(trace, at, before=400), num=4))) == []
-    )
+    assert synchronization(case_of(steps(lambda trace, at: read_at_the_end(trace, at, before=400), num=4))) == []
 
 
 def test_the_loss_read_once_is_told_where_it_costs_a_tenth():
     trace = steps(lambda trace, at: read_at_the_end(trace, at, before=2000), num=4)
 
-    (finding,) = synchronization.check(case_of(trace))
+    (finding,) = synchronization(case_of(trace))
 
     # The first step still begins 2 ms late, and the last ends 40 µs after its work; all else follows at once.
     assert finding.saving_ns == pytest.approx((3 * 2_000_000) / 4, rel=0.1)
@@ -108,7 +106,7 @@ def timed(trace: TraceBuilder, at: float) -> float:
 
 
 def test_a_step_that_is_timed_is_no_fault():
-    assert synchronization.check(case_of(steps(timed))) == []
+    assert synchronization(case_of(steps(timed))) == []
 
 
 def test_a_profiler_that_begins_waits_for_what_was_queued():
@@ -118,7 +116,7 @@ def test_a_profiler_that_begins_waits_for_what_was_queued():
         kernel(trace, 4000 + 100 * number, runs=4010 + 300 * number, took=300)
     trace.call("cudaDeviceSynchronize", 5000, 2015)
 
-    assert synchronization.check(case_of(trace.step(1, 50, 7000))) == []
+    assert synchronization(case_of(trace.step(1, 50, 7000))) == []
 
 
 def timed_in_the_middle(trace: TraceBuilder, at: float) -> float:
@@ -130,7 +128,7 @@ def timed_in_the_middle(trace: TraceBuilder, at: float) -> float:
 
 
 def test_a_clock_stopped_in_the_middle_is():
-    (finding,) = synchronization.check(case_of(steps(timed_in_the_middle)))
+    (finding,) = synchronization(case_of(steps(timed_in_the_middle)))
 
     assert finding.saving_ns == 9_100_000 - (4_010_000 + 1_500 + 4_000_000 + 90_000)
     assert "torch.cuda.Event" in finding.fix
@@ -147,7 +145,7 @@ def tensor_from_the_host(trace: TraceBuilder, at: float) -> float:
 
 
 def test_a_small_tensor_made_on_the_host_stops_the_step_too():
-    (finding,) = synchronization.check(case_of(steps(tensor_from_the_host)))
+    (finding,) = synchronization(case_of(steps(tensor_from_the_host)))
 
     # The copy stays, after the first kernel as before; the second waits for it and a pause each.
     assert finding.saving_ns == pytest.approx(9_100_000 - (4_012_000 + 1_500 + 4_000_000 + 90_000), abs=2_000)
@@ -156,7 +154,7 @@ def test_a_small_tensor_made_on_the_host_stops_the_step_too():
 
 def test_without_gpu_work_nothing_is_waited_for():
     with pytest.raises(Unavailable, match="no GPU work"):
-        synchronization.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))
+        synchronization(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))
 
 
 def chosen_by_mask(trace: TraceBuilder, at: float) -> float:
@@ -180,7 +178,7 @@ def chosen_by_mask(trace: TraceBuilder, at: float) -> float:
 
 
 def test_a_mask_costs_what_an_op_of_a_fixed_shape_would_not():
-    (finding,) = synchronization.check(case_of(steps(chosen_by_mask)))
+    (finding,) = synchronization(case_of(steps(chosen_by_mask)))
 
     # 200 µs of the host become the 20 of the other ops.
     assert finding.saving_ns == pytest.approx(180_000, abs=2_000)

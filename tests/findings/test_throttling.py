@@ -7,7 +7,7 @@ from recorded_cases import recorded
 
 from handmade import MS
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.machine.throttling import check
+from stepscope.findings.rules.machine import throttling
 
 
 def held_back(folder, mhz, *reasons, first_mhz=1980, **limits):
@@ -17,7 +17,7 @@ def held_back(folder, mhz, *reasons, first_mhz=1980, **limits):
          "throttle": list(reasons) if i else []}
         for i in range(20)
     ]  # fmt: skip
-    return check(recorded(folder, [10.0] * 20, nvml, is_gpu=True, counters={"other_processes": [], **limits}))
+    return throttling(recorded(folder, [10.0] * 20, nvml, is_gpu=True, counters={"other_processes": [], **limits}))
 
 
 def test_heat(tmp_path):
@@ -68,4 +68,4 @@ def test_clocks_that_nothing_holds_back(tmp_path, mhz, reasons, limits):
 
 def test_without_counters(tmp_path):
     with pytest.raises(Unavailable, match="NVML"):
-        check(recorded(tmp_path, [10.0] * 20))
+        throttling(recorded(tmp_path, [10.0] * 20))

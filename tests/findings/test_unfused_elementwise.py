@@ -6,7 +6,8 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.kernels import needless_copies, unfused_elementwise
+from stepscope.findings.rules.casts_and_copies import needless_copies
+from stepscope.findings.rules.fusion import unfused_elementwise
 
 SHAPE = [8192, 3060]
 """25 million elements: 100,270,080 bytes in float32."""
@@ -24,7 +25,7 @@ def test_a_chain_is_one_pass():
     program = Program()
     chain(program, 6)
 
-    (finding,) = unfused_elementwise.check(program.case())
+    (finding,) = unfused_elementwise(program.case())
 
     assert finding.saving_ns == pytest.approx(6 * 100_000 - FUSED_NS, abs=1)
     assert "6 elementwise kernels per step, in 1 chain" in finding.sentence
@@ -37,7 +38,7 @@ def test_what_the_chain_reads_from_outside_is_moved():
     chain(program, 3)
     program.op("aten::mul", [SHAPE, SHAPE], 150)  # by a tensor that none of them wrote
 
-    (finding,) = unfused_elementwise.check(program.case())
+    (finding,) = unfused_elementwise(program.case())
 
     assert finding.saving_ns == pytest.approx(450_000 - 1.5 * FUSED_NS, abs=1)
 
@@ -56,10 +57,10 @@ def test_casts_and_small_tensors_belong_to_a_chain():
     program.op("aten::copy_", [SHAPE, SHAPE, []], 140, [BF16, FP32, "Scalar"], around=to)
 
     case = program.case()
-    (finding,) = unfused_elementwise.check(case)
+    (finding,) = unfused_elementwise(case)
 
     assert "7 elementwise kernels" in finding.sentence and "F.rms_norm" in finding.fix
-    assert needless_copies.check(case) == [], "the casts are told once"
+    assert needless_copies(case) == [], "the casts are told once"
 
 
 def test_a_reduction_over_rows_of_another_kind_ends_a_chain():
@@ -69,7 +70,7 @@ def test_a_reduction_over_rows_of_another_kind_ends_a_chain():
     program.op("aten::sum", [SHAPE, [], [], []], 100, inputs=["", "[0]", "False", ""])
     chain(program, 2)
 
-    assert unfused_elementwise.check(program.case()) == []
+    assert unfused_elementwise(program.case()) == []
 
 
 def test_two_ops_and_products_between_are_no_chain():
@@ -78,7 +79,7 @@ def test_two_ops_and_products_between_are_no_chain():
         chain(program, 2)
         program.op("aten::mm", [[8192, 3060], [3060, 3060]], 300)
 
-    assert unfused_elementwise.check(program.case()) == []
+    assert unfused_elementwise(program.case()) == []
 
 
 def test_what_is_fused_is_clean():
@@ -86,7 +87,7 @@ def test_what_is_fused_is_clean():
     for number in range(6):
         program.op(f"triton_poi_fused_mul_tanh_{number}", [SHAPE, SHAPE, []], 100)
 
-    assert unfused_elementwise.check(program.case()) == []
+    assert unfused_elementwise(program.case()) == []
 
 
 def test_gelu_by_hand_is_named():
@@ -94,7 +95,7 @@ def test_gelu_by_hand_is_named():
     for name in ("pow", "mul", "add", "mul", "tanh", "add", "mul"):
         program.op(f"aten::{name}", [SHAPE, []], 100)
 
-    (finding,) = unfused_elementwise.check(program.case())
+    (finding,) = unfused_elementwise(program.case())
 
     assert finding.fix.startswith('F.gelu(x, approximate="tanh")')
 
@@ -109,7 +110,7 @@ def test_the_casts_before_and_behind_belong_to_it_and_a_weight_s_between_does_no
     program.op("aten::copy_", [[3060, 3060], [3060, 3060], []], 500, to_narrow, around=linear)
     program.op("aten::copy_", [SHAPE, SHAPE, []], 60, to_narrow, around=linear)
 
-    (finding,) = unfused_elementwise.check(program.case())
+    (finding,) = unfused_elementwise(program.case())
 
     assert finding.saving_ns == pytest.approx(420_000 - FUSED_NS / 2, abs=1), "half as many bytes at both ends"
 
@@ -119,7 +120,7 @@ def test_on_a_host_that_is_late_the_compiler_saves_no_launches():
         program = Program(pace=100)
         for name in names.split():
             program.op(f"aten::{name}", [[64, 64], []], 5)
-        return unfused_elementwise.check(program.case())
+        return unfused_elementwise(program.case())
 
     assert pointwise("neg exp neg exp neg exp") == []
     assert pointwise("pow mul add mul tanh add mul")[0].saving_ns > 500_000, "F.gelu is one launch"
@@ -131,9 +132,9 @@ def test_an_optimizer_is_another_rule():
     chain(program, 6)
     program.trace.annotation("Optimizer.step#SGD.step", begin, program.at - begin)
 
-    assert unfused_elementwise.check(program.case()) == []
+    assert unfused_elementwise(program.case()) == []
 
 
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
-        unfused_elementwise.check(without_shapes())
+        unfused_elementwise(without_shapes())

@@ -7,7 +7,7 @@ from recorded_cases import GPU, recorded
 
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.host.waiting_for_data import check
+from stepscope.findings.rules.step_times import waiting_for_data
 from stepscope.session import open_session
 
 
@@ -25,7 +25,7 @@ def phases(folder, data_ms, label="data", device_data_ms=None):
 
 @pytest.mark.parametrize(("label", "confidence"), [("data", "high"), ("before_forward", "medium")])
 def test_a_processor_that_waits(tmp_path, label, confidence):
-    (finding,) = check(phases(tmp_path, 4, label))
+    (finding,) = waiting_for_data(phases(tmp_path, 4, label))
 
     assert finding.saving_ns == 4e6
     assert finding.confidence == confidence
@@ -33,17 +33,17 @@ def test_a_processor_that_waits(tmp_path, label, confidence):
 
 
 def test_little_of_a_step_on_a_processor(tmp_path):
-    assert check(phases(tmp_path, 1)) == []
+    assert waiting_for_data(phases(tmp_path, 1)) == []
 
 
 def test_data_that_comes_while_the_gpu_still_works(tmp_path):
-    assert check(phases(tmp_path, 5, device_data_ms=0)) == []
+    assert waiting_for_data(phases(tmp_path, 5, device_data_ms=0)) == []
 
 
 def test_a_gpu_that_stands(tmp_path):
-    assert check(phases(tmp_path, 5, device_data_ms=5))[0].saving_ns == 5e6
+    assert waiting_for_data(phases(tmp_path, 5, device_data_ms=5))[0].saving_ns == 5e6
 
 
 def test_without_clean_steps(tmp_path):
     with pytest.raises(Unavailable):
-        check(recorded(tmp_path, []))
+        waiting_for_data(recorded(tmp_path, []))

@@ -6,7 +6,8 @@ import pytest
 from host_cases import case_of, kernel, steps
 
 from stepscope.findings.diagnose import diagnose
-from stepscope.findings.rules.host import host_stall, launch_bound, waiting_for_data
+from stepscope.findings.rules.launches import host_stall, launch_bound
+from stepscope.findings.rules.step_times import waiting_for_data
 from trace_builder import AUTOGRAD, TraceBuilder
 
 
@@ -29,14 +30,14 @@ def training(trace: TraceBuilder, at: float, num_ops: int, op_us: float = 90, la
 def test_a_batch_that_is_prepared_op_by_op():
     case = case_of(steps(lambda trace, at: training(trace, at, num_ops=50), num=3))
 
-    (finding,) = waiting_for_data.check(case)
+    (finding,) = waiting_for_data(case)
 
     # 5 ms of ops; with what the host does around them until the first launch.
     assert finding.saving_ns == pytest.approx(5_000_000, rel=0.01)
     assert "in 50 ops, mostly aten::index" in finding.sentence
     assert "collate_fn" in finding.fix and finding.confidence == "medium"
     assert [round((end - start) / 1e6, 1) for start, end in finding.places] == [5.0] * 3
-    assert host_stall.check(case) == launch_bound.check(case) == []
+    assert host_stall(case) == launch_bound(case) == []
     assert diagnose(case).findings[0].id == "waiting_for_data"
 
 
@@ -45,7 +46,7 @@ def test_micro_batches_are_each_prepared():
         first = training(trace, at, num_ops=50)
         return first + training(trace, at + first, num_ops=50)
 
-    (finding,) = waiting_for_data.check(case_of(steps(two)))
+    (finding,) = waiting_for_data(case_of(steps(two)))
 
     assert finding.saving_ns == pytest.approx(10_000_000, rel=0.01)
 
@@ -53,21 +54,21 @@ def test_micro_batches_are_each_prepared():
 def test_one_long_op_is_left_to_host_stall():
     case = case_of(steps(lambda trace, at: training(trace, at, num_ops=1, op_us=5000)))
 
-    assert waiting_for_data.check(case) == []
-    (finding,) = host_stall.check(case)
+    assert waiting_for_data(case) == []
+    (finding,) = host_stall(case)
     assert "mostly in aten::stack on the CPU" in finding.sentence
 
 
 def test_ops_of_a_forward_that_has_a_label_are_the_models_own():
     case = case_of(steps(lambda trace, at: training(trace, at, num_ops=50, label="forward")))
 
-    assert waiting_for_data.check(case) == []
+    assert waiting_for_data(case) == []
 
 
 def test_ops_in_a_loader_are_the_loaders():
     name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     case = case_of(steps(lambda trace, at: training(trace, at, num_ops=50, label=name)))
 
-    (finding,) = waiting_for_data.check(case)
+    (finding,) = waiting_for_data(case)
 
     assert "for the DataLoader" in finding.sentence and finding.confidence == "high"

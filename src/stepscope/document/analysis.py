@@ -1,7 +1,5 @@
 """The document of `stepscope analyze`: where the time in a trace goes, the first rank in full."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

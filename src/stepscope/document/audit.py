@@ -1,7 +1,5 @@
 """Builds the document of a dtype audit: the dtype of every module and op, what stayed in float32, and every cast."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.precision.dtype_audit import PHASES, CastGroup, DtypeAudit

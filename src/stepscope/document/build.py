@@ -1,7 +1,5 @@
 """The report of a session: every section of a recording or a trace, or those of a sweep."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from importlib import import_module
 from pathlib import PurePath

@@ -1,7 +1,5 @@
 """The figures of a recording as facts: step time, throughput, FLOPs, memory, counters, compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

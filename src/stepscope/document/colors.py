@@ -3,8 +3,6 @@
 The first six are Okabe and Ito's. A test checks how far the others are from them and from one another.
 """
 
-from __future__ import annotations
-
 GREY = "#c4c4c4"
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#400000", GREY)
 """In the order in which charts use them."""

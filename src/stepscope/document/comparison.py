@@ -1,7 +1,5 @@
 """Builds a comparison as a document: the verdict, gates, every metric, where the change comes from, what differs."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Builds the document of a dtype comparison: time, memory, exactness, and why one dtype is faster or slower."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.precision.dtype_comparison import CAST, REFERENCE, DtypeComparison, DtypeRow

@@ -1,7 +1,5 @@
 """Builds the findings of a diagnosis, and the answer to a what-if, as documents."""
 
-from __future__ import annotations
-
 import shlex
 
 from stepscope.document.model import Document, Fact, Facts, FindingCard, Findings, Part, Section, Table

@@ -1,7 +1,5 @@
 """Kernel names short enough to read: without return types, namespaces and most template arguments."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Charts of an account of memory: over the step, at the peak by owner, and down to op and shape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds predictions as a document: one in full, several as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds a sweep as a table: what varies, the figures of every point, and why some points have none."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

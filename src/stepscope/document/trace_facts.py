@@ -1,7 +1,5 @@
 """Facts of an analysis, one line each: launches, copies, limits, synchronization, memory, what is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Builds a tuning as a document: the best point and its gain, the frontier, the path, what was not tried."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds a verification as a document: what each fix changed, measured, and whether its losses agree."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Writes a session's trace, or a part of it, for another tool."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches

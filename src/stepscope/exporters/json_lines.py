@@ -1,7 +1,5 @@
 """Rows of a table as lines of JSON, column by column: a part without a value is left out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 

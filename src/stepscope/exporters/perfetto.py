@@ -4,8 +4,6 @@ Written from the tables: what no table keeps of an event is not in it (docs/expo
 time, so that memory stays that of the tables.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """The part of a trace that is taken along: a step, a module, or all of it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property

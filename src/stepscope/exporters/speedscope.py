@@ -4,8 +4,6 @@ The format: https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sou
 in order, and time never goes back: what overlaps in part is cut where the next begins, and counted.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator

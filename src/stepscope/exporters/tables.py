@@ -1,7 +1,5 @@
 """The tables of a trace and of its analysis as files: CSV or Parquet, a folder of each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields

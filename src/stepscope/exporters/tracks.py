@@ -1,7 +1,5 @@
 """Our own tracks beside a trace's: steps, phases, modules on the host and on the GPU, findings, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

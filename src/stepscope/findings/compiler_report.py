@@ -1,7 +1,5 @@
 """What torch.compile did: its report from a recording, and the compiled code in the trace."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from stepscope.analysis.compiler.compile_summary import CompilerSummary, compiler_summary
 from stepscope.analysis.compiler.compiled_regions import regions_by_name
 from stepscope.errors import if_available
-from stepscope.findings.compile_log import compile_report
+from stepscope.findings.rule import compile_report
 from stepscope.findings.rules.compiler import recompiles
 from stepscope.session.case import Case
 
@@ -66,4 +64,4 @@ def compiler_report(case: Case) -> CompilerReport:
 
 def seen_planning(case: Case) -> list[str]:
     """Return a sentence on compiling and planning in the traced steps, or none."""
-    return [finding.sentence for finding in if_available(lambda: recompiles.check(case)) or ()]
+    return [finding.sentence for finding in if_available(lambda: recompiles(case)) or ()]

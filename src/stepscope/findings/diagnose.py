@@ -1,18 +1,16 @@
 """All rules applied to one case: findings by saving, clean rules, rules that could not run."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from pkgutil import walk_packages
-from types import ModuleType
+from pkgutil import iter_modules
 from typing import Any
 
 from stepscope.display import Shown
 from stepscope.errors import WRONG_KIND, Unavailable, UsageError, if_available, wrong_kind
 from stepscope.findings import rules
 from stepscope.findings.finding import Finding
+from stepscope.findings.rule import RULES
 from stepscope.formatting import whole_percent
 from stepscope.session.case import Case
 
@@ -22,15 +20,11 @@ _BOUND_BY_GPU = 0.9  # busy share from which the GPU is the bottleneck
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: one file in `findings/rules`, named after its id."""
+    """A function in `findings/rules`."""
 
-    id: str
-    question: str  # the first line of its file
-    module: ModuleType
-
-    def check(self, case: Case) -> list[Finding]:
-        found: list[Finding] = self.module.check(case)
-        return [replace(finding, id=self.id) for finding in found]
+    id: str  # its name
+    question: str  # the first line of its docstring
+    check: Callable[[Case], list[Finding]]
 
 
 @dataclass(frozen=True)
@@ -71,15 +65,14 @@ class Diagnosis(Shown):
         }
 
 
-def all_rules() -> Iterator[Rule]:
-    found = [module.name for module in walk_packages(rules.__path__, f"{rules.__name__}.") if not module.ispkg]
-    for name in sorted(found, key=lambda name: name.rpartition(".")[2]):
-        module = import_module(name)
-        yield Rule(name.rpartition(".")[2], (module.__doc__ or "").strip().splitlines()[0], module)
+def all_rules() -> list[Rule]:
+    for module in iter_modules(rules.__path__, f"{rules.__name__}."):
+        import_module(module.name)
+    return [Rule(id, (check.__doc__ or "").splitlines()[0], check) for id, check in sorted(RULES.items())]
 
 
 def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
-    every = list(all_rules())
+    every = all_rules()
     unknown = set(suppressed) - {rule.id for rule in every}
     if unknown:
         raise UsageError(f"Unknown rule {sorted(unknown)[0]!r}. `stepscope list rules` lists all rules.")
@@ -89,7 +82,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         if rule.id in suppressed:
             continue
         try:
-            found = rule.check(case)
+            found = [replace(finding, id=rule.id) for finding in rule.check(case)]
         except Unavailable as reason:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue

@@ -1,7 +1,5 @@
 """A finding: one cause, its cost, and the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

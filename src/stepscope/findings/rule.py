@@ -1,23 +1,29 @@
-"""What rules are written with: the case, findings with their evidence, and changes to replay."""
-
-from __future__ import annotations
+"""What rules are written with: the case, findings with their evidence, changes to replay, the compiler's report."""
 
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.what_if import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural, size, whole_percent
 from stepscope.session.case import LENGTH, Case
+from stepscope.trace.compile_file import count_of, entries
 
 __all__ = [
-    "LENGTH", "Case", "Change", "Evidence", "Finding", "Unavailable", "duration", "one_finding", "plural", "size",
-    "stretches", "whole_percent",
+    "LENGTH", "RULES", "Case", "Change", "Evidence", "Finding", "Unavailable", "compile_entries", "compile_report",
+    "count_of", "one_finding", "rule", "stretches",
 ]  # fmt: skip
 
 P = ParamSpec("P")
+Check = Callable[[Case], list[Finding]]
+RULES: dict[str, Check] = {}
+
+
+def rule(check: Check) -> Check:
+    """Make a function a rule: its name is the rule's id, the first line of its docstring the rule's question."""
+    RULES[check.__name__] = check
+    return check
 
 
 def _listed(make: Callable[P, Finding]) -> Callable[P, list[Finding]]:
@@ -25,3 +31,12 @@ def _listed(make: Callable[P, Finding]) -> Callable[P, list[Finding]]:
 
 
 one_finding = _listed(Finding)  # makes a list of one finding, from its fields
+
+
+def compile_entries(case: Case, what: str) -> list[dict[str, Any]]:
+    """Return a list of a recording's `compile.json`; empty if nothing was compiled or there is only a trace."""
+    return entries(compile_report(case), what)
+
+
+def compile_report(case: Case) -> dict[str, Any]:
+    return dict(case.recording.compiler or {}) if case.has_recording else {}

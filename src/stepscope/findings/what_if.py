@@ -1,7 +1,5 @@
 """A what-if question in words: the step before and after a change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

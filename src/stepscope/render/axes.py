@@ -1,7 +1,5 @@
 """Axes of charts on the page and in PNG files: titles, units, ticks and ranges."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The colors of series and trees, and how a tree hangs together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from stepscope.document.colors import GREY, NAMED, PALETTE

@@ -1,7 +1,5 @@
 """Renders tables as CSV: raw numbers, and no cell that a spreadsheet would run as a formula."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Output files of reports and exports: checked before the work starts, written completely or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import importlib.util

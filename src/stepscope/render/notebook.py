@@ -3,8 +3,6 @@
 It has no scripts and no colors, so it looks like the notebook around it.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Renders a line chart as one SVG, without any library, readable on light and dark backgrounds."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator
 

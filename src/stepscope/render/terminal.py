@@ -1,7 +1,5 @@
 """Renders a document as text for a terminal. Standard library only: it must work where only torch is installed."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Writes a report to files; the suffix of the target chooses the format (for JSON, see docs/report.md)."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Every attention call of a step: its backend, its time, and why it did not run on flash attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

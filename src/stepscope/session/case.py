@@ -1,7 +1,5 @@
 """What rules look at: tables of a trace's typical steps, and what a change to the step would save."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Two sides, opened, as a comparison: reads what belongs together and pairs it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the copies and casts of a step come from, and what the step would save without each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The processes of a recording: its ranks, those that are missing, and processes without a rank."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory of one source, or how it grows between two recordings of different lengths or batch sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

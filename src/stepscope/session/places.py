@@ -1,7 +1,5 @@
 """Where on a trace's timeline to look: a few stretches, most relevant first."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.intervals import union

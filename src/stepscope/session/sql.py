@@ -1,7 +1,5 @@
 """SQL queries over the tables of a session's traces. A query sees these tables and no other file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Assembles the columns of many slices into the tables of one trace."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Iterable

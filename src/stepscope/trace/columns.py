@@ -4,8 +4,6 @@ A slice is decoded and split into lists of numbers while it is still in the CPU 
 once, at the end.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

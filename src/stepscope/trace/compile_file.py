@@ -1,7 +1,5 @@
 """`compile.json` of a recording, and `compiler` of a checked workload: torch.compile's reports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

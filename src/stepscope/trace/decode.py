@@ -1,7 +1,5 @@
 """A slice of a trace's text as columns: fast if it is valid, carefully if not."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One event as decoded, and how a trace's text becomes a list of them."""
 
-from __future__ import annotations
-
 import msgspec
 from msgspec import Raw, field
 

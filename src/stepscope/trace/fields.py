@@ -1,7 +1,5 @@
 """The JSON object around a trace's list of events: its other fields, read while streaming."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The trace files that a path means (a file, a folder of ranks, a recording), read one after the other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress

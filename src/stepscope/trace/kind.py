@@ -1,7 +1,5 @@
 """What a path is, told from the files in a folder or the first bytes of a file."""
 
-from __future__ import annotations
-
 import errno
 import zlib
 from enum import Enum

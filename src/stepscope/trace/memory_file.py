@@ -1,7 +1,5 @@
 """Reads a recording's `memory.json.gz` with size limits and type checks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -1,7 +1,5 @@
 """Which host event contains which: a tree per thread."""
 
-from __future__ import annotations
-
 import polars as pl
 
 _LARGE = 512  # events per thread from which columns beat a loop

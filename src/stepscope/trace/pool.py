@@ -1,7 +1,5 @@
 """Decodes one trace in several processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

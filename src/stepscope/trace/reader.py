@@ -1,7 +1,5 @@
 """Reads any trace file as a `Trace`: streaming, in bounded memory, on all cores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace

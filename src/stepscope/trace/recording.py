@@ -1,7 +1,5 @@
 """A recording's folder as typed data, complete or cut off; the counterpart of `recorder/files.py`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

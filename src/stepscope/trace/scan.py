@@ -4,8 +4,6 @@ The fast way (`decode.py`) is a typed decoder over whole stretches, which requir
 this takes over. Bytes are read as Latin-1, so that a character is a byte.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

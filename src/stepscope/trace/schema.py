@@ -1,7 +1,5 @@
 """The tables of a trace: every column with its type and meaning (`docs/tables.md` is generated from here)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ and pairs of numbers are allowed, and only as many as the file's size explains. 
 and no functions.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

@@ -1,7 +1,5 @@
 """The bytes of a trace, compressed or not, in slices that begin and end between events."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

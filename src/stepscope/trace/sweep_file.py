@@ -1,7 +1,5 @@
 """The rows that `stepscope bench` left, read without touching them; the reader's half of `sweep/results.py`."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

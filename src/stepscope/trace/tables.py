@@ -1,7 +1,5 @@
 """A trace as tables: the input of every analysis."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

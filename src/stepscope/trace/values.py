@@ -1,7 +1,5 @@
 """Recorded values as columns; invalid values become null, never an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

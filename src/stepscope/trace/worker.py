@@ -1,7 +1,5 @@
 """A process that decodes slices of a trace: slices arrive on its standard input, columns leave on its output."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Scaled dot-product attention on the GPU: backend, mask and FLOPs of each call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Handwritten attention: products, softmax and masks over queries × keys tensors, forward and backward."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

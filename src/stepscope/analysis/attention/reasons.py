@@ -1,7 +1,5 @@
 """Why attention did not use flash attention: PyTorch's own message if recorded, else its documented rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 They are read from host ops, so a trace without GPU work has them too. `backends.py` has the GPU kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -3,8 +3,6 @@
 Works on two `Subject`s. Uses only the standard library.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Gates: limits on how much a metric may get worse. A missing metric never passes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Whether a change preserves the losses, step by step. Uses only the standard library."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

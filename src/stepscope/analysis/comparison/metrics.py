@@ -1,7 +1,5 @@
 """Metrics of a run, and how they changed: figures, and the verdict on samples."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Steps of one run share the machine's state, so they do not show how much runs va
 mean over its runs, and its test uses the runs (`significance.difference_of_runs`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from statistics import fmean, geometric_mean, median
 from typing import Any

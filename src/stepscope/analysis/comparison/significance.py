@@ -3,8 +3,6 @@
 Uses only the standard library, so recordings can be compared without torch and Polars.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_left, bisect_right

@@ -1,7 +1,5 @@
 """Recordings and sweep points as subjects of a comparison, with the card's or the sweep's own figures."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

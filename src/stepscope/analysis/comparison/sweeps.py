@@ -1,7 +1,5 @@
 """Figures of a sweep's rows: distributions, rates, MFU, the best row for each computed result; flat records."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

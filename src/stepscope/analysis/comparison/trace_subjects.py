@@ -1,7 +1,5 @@
 """Traces as subjects of a comparison, and a traced step's time and memory as parts of a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Figures of a tuning: the frontier, the best point, and its gain over the defaults."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The effect of a fix, from interleaved runs of a script with and without it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import geometric_mean, median
 from typing import Any

@@ -1,7 +1,5 @@
 """The result types of `stepscope verify`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

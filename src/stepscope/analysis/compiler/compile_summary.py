@@ -1,7 +1,5 @@
 """Figures about torch.compile: recompiles by guard and sizes, seconds by stage, break-even."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

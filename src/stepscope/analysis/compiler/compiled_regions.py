@@ -1,7 +1,5 @@
 """Calls of compiled regions: which called which, and the host time spent entering them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

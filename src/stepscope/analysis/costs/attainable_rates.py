@@ -3,8 +3,6 @@
 Each is a middle of measurements on an H200 (docs/findings/README.md, "What a kernel can reach").
 """
 
-from __future__ import annotations
-
 from stepscope.devices import Device
 
 GEMM_SHARE = 0.6

@@ -1,7 +1,5 @@
 """FLOPs of a step, active parameters, and the share of the device's limit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

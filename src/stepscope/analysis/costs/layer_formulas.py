@@ -3,8 +3,6 @@
 As in `traffic_formulas`: each operand once, each result once, by the op's own kernels, and 0 FLOPs.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 from stepscope.analysis.costs.op_calls import UNSEEN, Call, NotKnown, Tensor, Work, formula

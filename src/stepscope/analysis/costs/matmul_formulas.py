@@ -4,8 +4,6 @@ A multiply-add is 2 FLOPs. Causal attention counts half; an attention backward c
 recomputed scores, like torch.utils.flop_counter: these are the FLOPs a kernel executes.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 from stepscope.analysis.costs.op_calls import UNSEEN, Call, NotKnown, Work, broadcast, formula

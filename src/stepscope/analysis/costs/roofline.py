@@ -4,8 +4,6 @@ Williams, Waterman, Patterson, "Roofline: an insightful visual performance model
 52(4), 2009. An op's limit is the larger of its FLOPs at the device's peak and its bytes at the device's bandwidth.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict, dataclass
 

@@ -4,8 +4,6 @@ Bytes are the least that an op's own kernels move: each operand once, each resul
 first, as in embedding_dense_backward, are another op in a trace.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 from stepscope.analysis.costs.op_calls import UNSEEN, Call, NotKnown, Tensor, Work, broadcast, formula, words

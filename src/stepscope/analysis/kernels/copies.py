@@ -1,7 +1,5 @@
 """GPU work that only moves data: copies, casts, layout changes and fills, with bytes, op and module."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 from typing import Any

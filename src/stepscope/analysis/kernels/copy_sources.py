@@ -1,7 +1,5 @@
 """Sources of copies on the GPU (without GPU work, on the host): the called op, module, phase, and bytes moved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import polars as pl

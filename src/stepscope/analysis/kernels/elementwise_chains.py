@@ -1,7 +1,5 @@
 """Chains of elementwise kernels on one tensor, and the bytes that one fused kernel would move."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import prod

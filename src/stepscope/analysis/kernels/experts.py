@@ -1,7 +1,5 @@
 """Experts of a mixture, from their matrix products: tokens per expert, and padding."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -4,8 +4,6 @@ Names are ATen names without namespace and without the trailing underscore of th
 Inductor kernel names into ops, so every name of several words must be listed.
 """
 
-from __future__ import annotations
-
 import re
 
 # The class of each ATen op, according to its main work.

@@ -1,7 +1,5 @@
 """Kernels by name, class, phase and size; launches and queue waits."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.intervals import last_covering, spans, sweep

@@ -1,7 +1,5 @@
 """Full logits (tokens × vocabulary): the product that computes them, and kernels that read or write them."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NaN and infinity checks whose result the program reads: their GPU work, and whether autograd makes them."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked

@@ -1,7 +1,5 @@
 """Ops and modules: self and total time on host and device, nothing counted twice."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.memory.module_tree import ancestors, starred

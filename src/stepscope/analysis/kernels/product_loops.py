@@ -5,8 +5,6 @@ numbers of rows, as in a loop over experts, or if one shape repeats with nothing
 from a result to an input, as with one product per head.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forward work repeated in the backward: activation checkpointing."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked

@@ -4,8 +4,6 @@ Works on the structure of `memory.json.gz` (docs/memory.md), from a recording, p
 standard library, so it runs without torch and Polars.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

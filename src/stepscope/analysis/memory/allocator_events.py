@@ -1,7 +1,5 @@
 """The allocator from a trace: levels over time, memory alive at the peak, allocations for `account`, driver calls."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Works on the structure of `memory.json.gz` (docs/memory.md) like `account`, with
 standard library.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

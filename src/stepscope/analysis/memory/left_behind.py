@@ -1,7 +1,5 @@
 """Memory that every step leaves behind, from a recording's memory window or between a trace's steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bytes by module, added up along the module tree."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """How each allocation grows with sequence length or batch, from two recordings that differ in one of them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping

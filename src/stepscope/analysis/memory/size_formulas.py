@@ -3,8 +3,6 @@
 Every dimension of the shape is named by itself. A size that several names fit equally well stays a number.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

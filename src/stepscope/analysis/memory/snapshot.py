@@ -1,7 +1,5 @@
 """A CUDA memory snapshot in the structure that `account` reads, and its segments at the end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

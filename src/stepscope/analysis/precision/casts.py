@@ -1,7 +1,5 @@
 """Casts between float32 and half precision: what they are for, and which cast weights."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import Tensor

@@ -1,7 +1,5 @@
 """Summary of a dtype audit: modules, ops by dtype, casts by purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter

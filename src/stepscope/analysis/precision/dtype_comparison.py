@@ -1,7 +1,5 @@
 """A workload in several dtypes: time, memory, deviation from fp32, and which kernel class causes the difference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """FLOPs, matrix products and casts by dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +24,7 @@ def flops_by_dtype(flops: StepFlops) -> list[Mapping[str, Any]]:
 
 
 def products_by_dtype(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:
-    """Return matrix products (`findings/gemms.py`) per step by operand `dtype` and by `peak_dtype`, the peak that
-    applies (tf32 if the kernel uses it)."""
+    """Return matrix products per step by operand `dtype` and by `peak_dtype`, the peak that applies (or tf32)."""
     total = max(1, int(calls["duration_ns"].sum()))
     duration, flops = pl.col("duration_ns").sum(), pl.col("flops").sum()
     return (

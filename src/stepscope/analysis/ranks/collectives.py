@@ -1,7 +1,5 @@
 """Communication kernels: which collective, how large, how fast, and how much is exposed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

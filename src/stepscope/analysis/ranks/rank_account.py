@@ -1,7 +1,5 @@
 """One rank's trace as tables: the account that `stepscope analyze` shows."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any

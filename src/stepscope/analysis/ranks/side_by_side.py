@@ -1,7 +1,5 @@
 """Ranks side by side: matching collectives, clock offsets, and which rank waits for which."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 

@@ -1,7 +1,5 @@
 """The user's Python function around an event, skipping framework and standard library code."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.names import matches

@@ -5,8 +5,6 @@ with their modules, under the key that the profiler uses too. Unknown calls belo
 `compiled region 0/0 (forward, model.py:12)`.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

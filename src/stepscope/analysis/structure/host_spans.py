@@ -1,7 +1,5 @@
 """Host time by module compared with the GPU work it launches: where many small kernels could be one."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.memory.module_tree import starred

@@ -3,8 +3,6 @@
 Intervals are half open: they include their start but not their end. Tables have columns `start_ns` and `end_ns`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import polars as pl

@@ -1,7 +1,5 @@
 """The module an event ran in, from Stepscope's own ranges or else from Python stacks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

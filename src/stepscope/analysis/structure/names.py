@@ -1,7 +1,5 @@
 """Functions of names and other texts, evaluated once per distinct text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

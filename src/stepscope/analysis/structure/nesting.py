@@ -1,7 +1,5 @@
 """Lookups in a thread's tree of host events."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Where steps and phases begin and end in a trace, with or without labels."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

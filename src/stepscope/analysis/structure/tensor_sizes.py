@@ -1,7 +1,5 @@
 """Sizes of the tensors that GPU work reads and writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

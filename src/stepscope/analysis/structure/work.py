@@ -1,7 +1,5 @@
 """GPU work with the op that launched it and that op's cost."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.costs.op_costs import COLUMNS

@@ -1,7 +1,5 @@
 """NVML counters during the clean steps."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """GPU time: computing, communicating, copying, idle; exact to the nanosecond."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import polars as pl

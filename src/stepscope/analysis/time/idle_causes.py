@@ -1,7 +1,5 @@
 """GPU idle time by cause: every nanosecond, by what the host did in the meantime."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.intervals import complement, last_covering, spans, sweep

@@ -1,7 +1,5 @@
 """The training loop as a whole: the wall-clock time of a step, and what lies between steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The work of each pass of a step by name: GPU work, or host ops without a GPU."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked

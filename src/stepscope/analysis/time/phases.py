@@ -1,7 +1,5 @@
 """The typical clean step's time by phase, in rows that add up to the step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ full queue when there is room. Additional delays of a launch or stream in the tr
 start, and replaced by typical ones otherwise.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field

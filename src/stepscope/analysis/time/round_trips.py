@@ -1,7 +1,5 @@
 """Tensors that go to the host and come back."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Host stalls: where the host launched nothing for long, what it did, and when no thread did anything visible."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

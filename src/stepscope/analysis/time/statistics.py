@@ -1,7 +1,5 @@
 """Summaries of samples: quantiles, spread, and a bootstrap interval of the median."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

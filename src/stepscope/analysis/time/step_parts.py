@@ -1,7 +1,5 @@
 """A step's time in rows that add up to it: for the host, and for the GPU of a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """All steps of a recording on one clock, outliers, and their distribution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Periodic slow steps, and steps before times have settled."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

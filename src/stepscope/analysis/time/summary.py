@@ -1,7 +1,5 @@
 """Summary of a recording: step time, distance from the limit, and where time goes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Every synchronization of a trace: duration, what it waited for, and GPU idle time after it."""
 
-from __future__ import annotations
-
 import re
 
 import polars as pl

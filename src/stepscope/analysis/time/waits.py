@@ -1,7 +1,5 @@
 """Calls in which the host waits for the GPU, with their callers and copies, and ops that wait to count a mask."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from stepscope.analysis.structure.callers import python_callers

@@ -1,7 +1,5 @@
 """How pass times depend on the number of warm-up passes, from the passes of one run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Changes to a trace from a description: faster kernels, removed launches."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """The section `attention`: the backend of every attention call, its time, and why it is not flash."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The section `compiler`: what torch.compile did, where graphs broke, what was recompiled, its cost and checks."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections import Counter
@@ -13,8 +11,8 @@ from stepscope.analysis.compiler.compile_summary import CompilerSummary, compile
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
 from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
-from stepscope.findings.compile_log import compile_entries, count_of
 from stepscope.findings.compiler_report import TRACE_ALONE, CompilerReport, compiler_report
+from stepscope.findings.rule import compile_entries, count_of
 from stepscope.formatting import average, count, duration, percent, plural, safe, significant
 from stepscope.session import Session
 

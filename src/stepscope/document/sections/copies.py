@@ -1,7 +1,5 @@
 """The section `copies`: where copies and casts come from, and what a step would save without each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

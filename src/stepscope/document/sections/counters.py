@@ -1,7 +1,5 @@
 """The section `counters`: clocks, power, how busy the GPU was and what throttled it, sampled during the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The section `kernels`: what the GPU ran, how it was fed, ops, copies and synchronization."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import polars as pl

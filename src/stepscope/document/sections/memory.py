@@ -1,7 +1,5 @@
 """The section `memory`: what filled the memory at the peak, what is largest, how it grows with the shape, leaks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

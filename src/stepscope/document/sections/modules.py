@@ -1,7 +1,5 @@
 """The section `modules`: time and memory at the peak by module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The section `overview`: key figures, where a step goes, what is wrong with it, what it ran on."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from typing import Any

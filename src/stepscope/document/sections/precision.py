@@ -1,7 +1,5 @@
 """The section `precision`: in which dtypes the step computes and stores tensors, and what it casts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import polars as pl
@@ -12,7 +10,7 @@ from stepscope.document.model import Bars, Fact, Facts, Missing, Part, Series, T
 from stepscope.document.sections.memory import live_table
 from stepscope.document.tables import columns_of, known, mapping, table_of
 from stepscope.errors import Unavailable
-from stepscope.findings.gemms import gemm_calls
+from stepscope.findings.rules.matrix_products import gemm_calls
 from stepscope.formatting import average, duration, percent, size
 from stepscope.session import Session
 

@@ -1,7 +1,5 @@
 """The section `ranks`: GPU time of each rank, who comes last to collectives, clocks, bandwidth of collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The section `roofline`: what ops reach of what the device can do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

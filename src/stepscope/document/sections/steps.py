@@ -1,7 +1,5 @@
 """The section `steps`: how long every step took, in which phases, which took much longer and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

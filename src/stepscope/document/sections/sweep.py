@@ -1,7 +1,5 @@
 """Builds the report of a sweep: the fastest points, every figure over the axes, all points, and why some failed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary, hash_of, record_of, sweep_of

@@ -1,7 +1,5 @@
 """Chooses which axis of a sweep is on x, which one is the series, and which ones get separate charts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds the charts of a sweep: one figure over its axes as lines, heat maps and bars."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

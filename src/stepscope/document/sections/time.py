@@ -1,7 +1,5 @@
 """Where the GPU time goes, why the GPU was idle, where a step goes: for `analyze` and the overview of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

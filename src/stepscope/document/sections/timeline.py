@@ -1,7 +1,5 @@
 """The section `timeline`: what a page needs to draw a trace at any zoom, in a few hundred kilobytes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Trees of parts by name; parts that are too small to see are merged with their siblings, and nothing is lost."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The color of every event on the timeline, as an index into one list: by phase, class of kernel, module."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from zlib import crc32

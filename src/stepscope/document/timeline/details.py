@@ -1,7 +1,5 @@
 """What a page shows about each event: name, op, module, shapes, caller, and its launch."""
 
-from __future__ import annotations
-
 import re
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Lanes of the timeline: nested or parallel events, placed so that none covers another."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 

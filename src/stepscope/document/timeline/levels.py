@@ -5,8 +5,6 @@ drawn individually; all others that begin in a cell are one block. On level 0 ev
 replace the others. So each moment that a lane is busy is on every level exactly once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Memory over time for the timeline: one curve per device, thinned without losing extremes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import polars as pl

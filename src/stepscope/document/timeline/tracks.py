@@ -1,7 +1,5 @@
 """Tracks of the timeline from top to bottom, each with lanes on which nothing overlaps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Renders charts as Markdown tables with text bars and sparklines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Renders a document as Markdown that fits a pull request comment; all but the first section is collapsed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

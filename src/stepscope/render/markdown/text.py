@@ -1,7 +1,5 @@
 """Untrusted text in Markdown: it never becomes markup, a link, a mention or a second line."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Sequence

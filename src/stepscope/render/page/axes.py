@@ -3,8 +3,6 @@
 Plotly reads markup such as `<b>` and `<a href>` in any text, so every name passes `words`.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import textwrap

@@ -1,7 +1,5 @@
 """Renders the parts of a report as HTML. Text from a trace passes `escape`: it is never markup."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Findings as cards of a page: what each saves, what to change, how it was derived and how to prove it."""
 
-from __future__ import annotations
-
 from stepscope.document.model import FindingCard, Findings, Table
 from stepscope.render.page.elements import escape, plain_table_html, with_code
 

@@ -4,8 +4,6 @@ Its content security policy allows only the scripts in it, by their hashes: no r
 hidden in a name cannot run. Plotly is compressed, and decompressed when the first chart comes into view.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

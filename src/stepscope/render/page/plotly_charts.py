@@ -1,7 +1,5 @@
 """Renders charts as Plotly figures in plain JSON. The page adds the colors of its theme."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Renders a tree as a Plotly figure: an icicle from the top down, or a treemap."""
 
-from __future__ import annotations
-
 import html
 from typing import Any
 

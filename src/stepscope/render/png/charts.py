@@ -1,7 +1,5 @@
 """Bars, lines, dots and heat maps by matplotlib."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the pictures share: texts that the font can draw, ticks and legends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Charts as PNG, for papers and pull requests: drawn by matplotlib, the same bytes for the same chart."""
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Callable, Sequence

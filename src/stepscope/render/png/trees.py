@@ -1,7 +1,5 @@
 """Parts of parts by matplotlib: an icicle from the top down, or a treemap of squarish tiles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

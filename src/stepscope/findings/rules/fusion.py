@@ -1,0 +1,142 @@
+"""Rules about many kernels where one would do."""
+
+from dataclasses import replace
+
+import polars as pl
+
+from stepscope.analysis.costs.attainable_rates import traffic_ns
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
+from stepscope.formatting import duration, plural, size, whole_percent
+
+_FUSED = (
+    ({"tanh", "pow"}, 'F.gelu(x, approximate="tanh")'),
+    ({"tanh", "mul", "add"}, 'F.gelu(x, approximate="tanh")'),
+    ({"erf"}, "F.gelu(x)"),
+    ({"sub", "mean"}, "F.layer_norm(x, (size,), weight, bias)"),
+    ({"pow", "mean"}, "F.rms_norm(x, (size,), weight)"),
+    ({"square", "mean"}, "F.rms_norm(x, (size,), weight)"),
+    ({"exp", "sum"}, "torch.softmax(x, -1)"),
+    ({"sigmoid", "mul"}, "F.silu(x)"),
+)
+# Ops in a chain, and the one op that does the same.
+
+
+@rule
+def unfused_elementwise(case: Case) -> list[Finding]:
+    """Do chains of elementwise ops, such as handwritten norms or activations, move their tensors many times?"""
+    case.with_shapes()
+    found = case.chains
+    if found.is_empty():
+        return []
+    fused_ns = [traffic_ns(case.device, fused) for fused in found["fused_bytes"]]
+    found = found.with_columns(pl.Series("fused_ns", fused_ns)).filter(pl.col("fused_ns") < pl.col("duration_ns"))
+    durations = dict(found.select("last", "fused_ns").iter_rows())
+    events = found["events"].explode()
+    gone = events.filter(~events.is_in(list(durations)))
+    known = _known(found)
+    # Calling compiled code takes the host about as long as the launches it saves: only a torch op saves host time.
+    change = case.without(gone) if known else Change(gone=frozenset(gone.to_list()))
+    saving_ns = case.saving_ns(replace(change, duration_ns=durations))
+    if not case.is_worth(saving_ns):
+        return []
+    per_step = found.select(pl.col("num_kernels", "bytes", "fused_bytes", "duration_ns").sum() / case.num_steps)
+    num_kernels, moved, fused, total_ns = per_step.row(0)
+    named = found.with_columns(pl.col("ops").list.join(", ").str.replace_all("aten::", "", literal=True))
+    sizes = [pl.col("num_kernels", "bytes", "fused_bytes").first(), pl.col("fused_ns").sum() / case.num_steps]
+    table = case.grouped(named, "num_chains", "phase", "shape", "dtype", "ops", more=sizes)
+    table = table.select(pl.exclude("fused_ns"), "fused_ns")
+    longest = table.row(0, named=True)
+    return one_finding(
+        sentence=f"{plural(num_kernels, 'elementwise kernel')} per step, in {case.number_text(found, 'chain')}, take "
+        f"{case.cost_text(total_ns)}. Fused, they would move {size(fused)} instead of {size(moved)}. The longest "
+        f"chain, over {list(longest['shape'])}: {_short(longest['ops'])}.",
+        fix=known or "model = torch.compile(model)  # or torch.compile of the function with the chain",
+        saving_ns=saving_ns,
+        derived="the step replayed with one kernel per chain, which reads the chain's inputs and writes its result "
+        "at 85 % of the device's bandwidth"
+        + ("" if known else "; host time stays the same: calling compiled code takes about as long as the launches"),
+        confidence="high" if moved > 3 * fused else "medium",
+        falsified_by="use torch.compile; the finding is wrong if there are as many kernels and they take as long, "
+        "without a graph break in the chain",
+        places=case.places(events),
+        evidence=(Evidence("chains of elementwise ops", table.head(8).to_dicts()),),
+    )
+
+
+def _known(found: pl.DataFrame) -> str | None:
+    """Return the torch op that does the same as a chain in the forward, or None."""
+    forward = found.filter(pl.col("phase").ne_missing("backward")).sort("duration_ns", descending=True)
+    for ops in forward["ops"]:
+        names = [str(op).removeprefix("aten::") for op in ops]
+        for wanted, fused in _FUSED:
+            if wanted <= {name.rstrip("_") for name in names}:
+                return f"{fused}  # instead of {_short(', '.join(names))}; for all: torch.compile(model)"
+    return None
+
+
+def _short(ops: str, most: int = 10) -> str:
+    names = ops.split(", ")
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+_LEFT_OF_HOST = 0.08  # of a loop's host time; a fused optimizer needs it to collect tensors and launch
+_LEFT_OF_DEVICE = 0.3  # of its GPU time, if the trace does not contain the parameters' sizes
+_FEW_LAUNCHES = 12
+_WITH_FUSED = ("AdamW", "Adam", "SGD", "Adagrad")
+_READ_AND_WRITTEN = 7  # reads parameter, gradient and two states; writes parameter and two states
+
+
+@rule
+def unfused_optimizer(case: Case) -> list[Finding]:
+    """Does the optimizer launch many small kernels where one would do?"""
+    if case.account.phase_source == "none":
+        raise Unavailable("The trace does not show where the optimizer runs.")
+    own = case.work.filter(pl.col("phase") == "optimizer")
+    names = own["op"].cast(pl.String).fill_null("")
+    num_fused = int(names.str.contains("_fused_").sum())
+    launches = own.height / case.num_steps
+    if launches <= _FEW_LAUNCHES or num_fused:
+        return []
+    is_foreach = bool(names.str.contains("_foreach_").any())
+    # The update runs once per parameter, so its bytes give the parameters' size.
+    updates = own.filter(names.str.contains("addcdiv"))
+    moved = int(updates["bytes"].sum() or 0) / 4 * _READ_AND_WRITTEN / case.num_steps
+    device_ns = case.total_ns(own)
+    fused_ns = min(traffic_ns(case.device, moved), device_ns) if moved else device_ns * _LEFT_OF_DEVICE
+    kept = own["event"].gather_every(max(1, own.height // case.num_steps))
+    durations = dict.fromkeys(kept.to_list(), fused_ns)
+    gone = frozenset(own["event"].to_list()) - durations.keys()
+    inside = (pl.col("end_ns") > case.replay.start_ns) & (pl.col("start_ns") < case.replay.end_ns)
+    host = case.linked.steps.phases.filter(pl.col("phase") == "optimizer", inside)
+    saving_ns = case.saving_ns(Change(duration_ns=durations, gone=gone, host=stretches(host, _LEFT_OF_HOST)))
+    if not case.is_worth(saving_ns):
+        return []
+    how = "in foreach groups" if is_foreach else "one at a time"
+    bytes_text = f"moves each parameter's bytes {_READ_AND_WRITTEN} times"
+    work = bytes_text if moved else f"takes {whole_percent(_LEFT_OF_DEVICE)} of their time"
+    return one_finding(
+        sentence=f"The optimizer updates parameters {how}: "
+        f"{plural(launches, 'kernel per step takes', 'kernels per step take')} "
+        f"{duration(case.total_ns(host, LENGTH), 3)} of host time (under the profiler) and {duration(device_ns, 3)} "
+        f"of GPU time. A fused optimizer takes {duration(fused_ns, 3)}.",
+        fix=_fix(case),
+        saving_ns=saving_ns,
+        derived=f"the step replayed with one kernel that {work}, and with {whole_percent(_LEFT_OF_HOST)} of the "
+        "optimizer's host time",
+        confidence="high" if moved else "medium",
+        falsified_by="set fused=True; the finding is wrong if there are as many kernels, or if the optimizer has no "
+        "fused version",
+        places=case.places(own["event"]),
+        evidence=(Evidence("kernels of the optimizer", case.grouped(own, "num_kernels", "op").head(8).to_dicts()),),
+    )
+
+
+def _fix(case: Case) -> str:
+    host = case.linked.host
+    names = host["name"].filter(host["kind"] == "annotation").unique().cast(pl.String)
+    # The classes of the optimizers that stepped, as the profiler names them.
+    optimizers = sorted(names.str.extract(r"^Optimizer\.step#(\w+)\.step$").drop_nulls().unique())
+    named = [name for name in _WITH_FUSED if name in optimizers]
+    if optimizers and not named:
+        return f"torch.compile(optimizer.step)  # {optimizers[0]} has no fused version"
+    return f"torch.optim.{(named or _WITH_FUSED)[0]}(model.parameters(), fused=True)"

@@ -1,1 +1,0 @@
-"""Rules about the host: data, launches, synchronizations, stalls."""

@@ -1,1 +1,0 @@
-"""Rules about the machine: ranks, clocks, other processes."""

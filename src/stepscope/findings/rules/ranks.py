@@ -1,0 +1,163 @@
+"""Rules about several ranks: exposed communication, and waiting for the slowest."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.ranks.collectives import collectives_by_size
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.formatting import duration, plural, size, whole_percent
+
+_FIXES = {
+    "all_reduce": "DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True); with "
+    "model.no_sync(): around all micro-batches but the last",
+    "all_gather": "FSDP(…, forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE); with "
+    "fully_shard: set_modules_to_forward_prefetch",
+    "reduce_scatter": "FSDP(…, backward_prefetch=BackwardPrefetch.BACKWARD_PRE), and wrap larger units",
+    "all_to_all": "dist.all_to_all_single(…, async_op=True), and wait() only before its result is used",
+}
+_SMALL_BYTES = 1 << 20  # smaller messages are limited by latency, not bandwidth
+
+
+@rule
+def communication(case: Case) -> list[Finding]:
+    """Does the GPU communicate without computing at the same time?"""
+    if not case.has_gpu_work:
+        raise Unavailable("There is no trace of GPU work, so NCCL and RCCL kernels cannot be seen.")
+    calls = case.account.collectives.filter(pl.col("event").is_in(case.replay.events))
+    if calls.is_empty():
+        return []
+    calls = calls.join(_waited(case), on="start_ns", how="left").with_columns(pl.col("wait_ns").fill_null(0))
+    # A kernel that starts early waits for other ranks first. `stragglers` reports that part.
+    own = pl.max_horizontal(pl.col("exposed_ns") - pl.col("wait_ns"), 0).alias("own_ns")
+    calls = calls.with_columns(own)
+    durations = {
+        event: float(duration - part)
+        for event, duration, part in calls.select("event", "duration_ns", "own_ns").iter_rows()
+    }
+    saving_ns = case.saving_ns(Change(duration_ns=durations))
+    if not case.is_worth(saving_ns):
+        return []
+    kinds = calls.group_by("collective").agg(pl.col("own_ns").sum(), pl.len()).sort("own_ns", descending=True)
+    worst = str(kinds["collective"][0])
+    of_kind = calls.filter(pl.col("collective") == worst)
+    sizes = of_kind.drop_nulls("bytes").group_by("bytes").agg(pl.col("own_ns").sum()).sort("own_ns", descending=True)
+    small_ns = int(sizes.filter(pl.col("bytes") < _SMALL_BYTES)["own_ns"].sum())
+    sizes_text = ""
+    if small_ns * 2 > int(of_kind["own_ns"].sum()):
+        sizes_text = f", mostly below {size(_SMALL_BYTES)} and thus limited by latency"
+    elif sizes.height:
+        sizes_text = f", most of the time for {size(sizes['bytes'][0])}"
+    is_split = bool(calls["wait_ns"].sum())
+    return one_finding(
+        sentence=f"Communication that does not overlap with computation takes "
+        f"{case.cost_text(case.total_ns(calls, pl.col('own_ns')))}, out of {duration(case.total_ns(calls), 3)} of "
+        f"communication in total. Most of it is in "
+        f"{plural(of_kind.height / case.num_steps, worst + ' call')} per step{sizes_text}.",
+        fix=_FIXES.get(worst, "start it earlier (async_op=True), and wait only before its result is used"),
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed with that part hidden behind computation"
+        + ("; the time each call waits for other ranks is excluded" if is_split else
+           "; part of it may be waiting for other ranks, which only a folder with every rank's trace shows"),
+        confidence="medium" if is_split else "low",
+        falsified_by="look for work to overlap; the finding is wrong if all remaining work needs the result",
+        places=case.places(calls.filter(pl.col("own_ns") > 0)["event"]),
+        evidence=(Evidence("collectives", collectives_by_size(calls).head(8).to_dicts()),),
+    )  # fmt: skip
+
+
+def _waited(case: Case) -> pl.DataFrame:
+    """Return how long this rank waited for others in each call, by the call's start on its own clock."""
+    try:
+        across = case.across
+    except Unavailable:
+        return pl.DataFrame(schema={"start_ns": pl.Int64, "wait_ns": pl.Int64})
+    own = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
+    waits = across.stragglers.arrivals.filter(pl.col("rank") == case.rank).select("call", "wait_ns")
+    return own.join(waits, on="call").group_by("start_ns").agg(pl.col("wait_ns").sum())
+
+
+_CAUSED_SHARE = 0.5  # of all waiting time; if no rank causes that much, they take turns
+_MORE = 1.05
+
+
+@rule
+def stragglers(case: Case) -> list[Finding]:
+    """Do all ranks wait for one slow rank?"""
+    across = case.across
+    calls = across.stragglers.calls
+    if calls.is_empty():
+        raise Unavailable(
+            "No collective was found on several ranks. The traces of all ranks must be of the same steps."
+        )
+    ranks = across.stragglers.ranks.sort("caused_wait_ns", descending=True)
+    worst = ranks.row(0, named=True)
+    whole_ns = int(ranks["wait_ns"].sum())
+    late = calls.filter(pl.col("last_rank") == worst["rank"], pl.col("is_certain"))
+    if not whole_ns or worst["caused_wait_ns"] < _CAUSED_SHARE * whole_ns or late.height * 2 < calls.height:
+        return []
+    num_steps = max(1, calls["step"].n_unique())
+    # This rank's kernels in the delayed collectives.
+    delayed = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
+    delayed = delayed.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
+    own = case.account.collectives.join(delayed, on="start_ns")
+    # What is saved if the last rank arrives together with the second to last.
+    waiting = own.filter(pl.col("last_rank") != case.rank)
+    saving_ns = float(late["lead_ns"].sum()) / num_steps  # for the late rank, which waits for no other
+    if waiting.height:
+        waiting = waiting.filter(pl.col("event").is_in(case.replay.events))
+        shorter = waiting.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
+        saving_ns = case.saving_ns(Change(duration_ns={event: float(ns) for event, ns in shorter.iter_rows()}))
+    if not case.is_worth(saving_ns):
+        return []
+    others = ranks.filter(pl.col("rank") != worst["rank"])
+    waited_ns = float(others["wait_ns"].mean() or 0.0) / num_steps  # type: ignore[arg-type]
+    is_every_step = late["step"].n_unique() == num_steps
+    why, fix = _cause(across.table, worst["rank"], case.path)
+    once = "" if num_steps > 1 else " Only one step was traced; starting the profiler may have delayed that rank."
+    gpu_times = across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
+    return one_finding(
+        sentence=f"Rank {worst['rank']} arrives last at {late.height} of {plural(calls.height, 'collective')} and "
+        f"causes {whole_percent(worst['caused_wait_ns'] / whole_ns)} of all waiting: each other rank waits "
+        f"{duration(waited_ns, 3)} per step. {why}{once}",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed with these collectives shorter by the time from the second to last rank's arrival "
+        "to the last; equally fast ranks would save more",
+        confidence="low" if num_steps == 1 else "high" if is_every_step else "medium",
+        places=case.places(own["event"]),
+        falsified_by="trace again; the finding is wrong if another rank is last",
+        evidence=(
+            Evidence("ranks", ranks.head(8).to_dicts()),
+            Evidence("calls", late.sort("lead_ns", descending=True).head(8).to_dicts()),
+            Evidence("GPU time by rank", gpu_times),
+        ),
+    )
+
+
+def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
+    """Return how the rank's GPU differs from the others, and the fix."""
+
+    def figures(name: str) -> tuple[float, float]:
+        own: Any = table.filter(pl.col("rank") == rank)[name].sum()
+        rest: Any = table.filter(pl.col("rank") != rank)[name].median()
+        return float(own), float(rest or 0.0)
+
+    compute, usual = figures("compute_ns")
+    if compute > _MORE * usual:
+        return (
+            f"Its GPU computes for {duration(compute, 3)} (median of the others: {duration(usual, 3)}), so it has "
+            "more work or is slower.",
+            "give each rank the same number of tokens (sort or pack by length), experts and layers; check that rank "
+            "with nvidia-smi -q -d PERFORMANCE",
+        )
+    idle, usual = figures("idle_ns")
+    return (
+        f"Its GPU computes no longer than the others but is idle for {duration(idle, 3)} (median of the others: "
+        f"{duration(usual, 3)}), so its host is slow to load data or launch kernels.",
+        f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # then fix data loading or CPU pinning on that "
+        "rank",
+    )

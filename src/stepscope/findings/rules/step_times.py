@@ -1,0 +1,214 @@
+"""Rules about the loop: waiting for data, time between steps, slow steps, steps of a warm-up."""
+
+import polars as pl
+
+from stepscope.analysis.time.stalls import MANY_OPS
+from stepscope.analysis.time.step_times import settling, slow_steps
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.formatting import duration, plural
+from stepscope.session.case import WORTH_SHARE
+
+_FIX = "DataLoader(dataset, num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)"
+_CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"
+_WORTH_WITHOUT_GPU = 0.2  # of a step; on a CPU, workers compete with training for the same cores
+
+
+@rule
+def waiting_for_data(case: Case) -> list[Finding]:
+    """Does the step wait for its data?"""
+    return _in_trace(case) if case.has_gpu_work else _in_samples(case)
+
+
+def _in_trace(case: Case) -> list[Finding]:
+    waits = case.stalls.filter(pl.col("kind") == "data")
+    saving_ns = case.host_saving_ns(waits)
+    if not case.is_worth(saving_ns):
+        return []
+    wait_ns = float(waits.select(LENGTH).sum().item())
+    is_loader = waits["phase"].eq_missing("data").any()
+    preparing = waits.filter(pl.col("num_ops") >= MANY_OPS, pl.col("phase").ne_missing("data"))
+    is_preparing = 2 * preparing.select(LENGTH).sum().item() > wait_ns
+    what, fix = "before the forward with no op running, most likely for data", _FIX
+    if is_preparing:
+        num_ops = float(preparing["num_ops"].sum()) / case.num_steps
+        what = (
+            f"while the host prepares the batch on the CPU, in {plural(num_ops, 'op')}, mostly "
+            f"{preparing.sort(LENGTH, descending=True)['most_op'][0]}"
+        )
+        fix = f"do it in workers, in the dataset or the collate_fn: {_FIX}"
+    elif is_loader:
+        what = "for the DataLoader"
+    rows = waits.select("step", "phase", "num_ops", "most_op", LENGTH).head(8).to_dicts()
+    return one_finding(
+        sentence=f"The GPU waits {case.cost_text(wait_ns / case.num_steps)} {what}. It has only "
+        f"{duration(case.step.device_ns, 3)} of work.",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed without these waits, as if the batch were ready",
+        confidence="high" if is_loader and not is_preparing else "medium",
+        falsified_by=_CHECK,
+        places=case.host_places(waits),
+        evidence=(Evidence("waits", rows),),
+    )
+
+
+def _in_samples(case: Case) -> list[Finding]:
+    """Return the finding from the phases of the clean steps, if there is no trace of GPU work."""
+    summary = case.summary
+    phase = next((phase for phase in summary.phases if phase.name == "data"), None)
+    if phase is None:
+        raise Unavailable("The recording has no clean steps: it ended during warm-up.")
+    # On a GPU, only the time between its events counts: data that arrives while it works costs nothing.
+    waited_ns = phase.host_ns if phase.device_ns is None else phase.device_ns
+    if waited_ns < (_WORTH_WITHOUT_GPU if phase.device_ns is None else WORTH_SHARE) * case.step_ns:
+        return []
+    what = "for the DataLoader" if summary.data_is_named else "before the forward, most likely for data"
+    rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
+    return one_finding(
+        sentence=f"Training waits {case.cost_text(waited_ns)} {what}, on average over the typical steps "
+        f"among {summary.num_clean} clean ones.",
+        fix=_FIX,
+        saving_ns=waited_ns,
+        upper_bound=True,
+        derived="the mean of the data phase; workers that share the CPU with training hide less of it",
+        confidence="high" if summary.data_is_named else "medium",
+        falsified_by=_CHECK,
+        evidence=(Evidence("time by phase", rows),),
+    )
+
+
+_BETWEEN_FIXES = {
+    "data": "DataLoader(..., persistent_workers=True)  # keep the workers from one epoch to the next",
+    "evaluation": "evaluate less often, on fewer batches, or with larger ones: nothing is kept for a backward",
+    "rollout": "collect more at once: a larger batch of environments, or generation with a key-value cache",
+    "checkpoint": "torch.distributed.checkpoint.async_save(state, checkpoint_id=path)  # or save less often",
+    "logging": "keep metrics on the device and log them every N steps",
+    "garbage collection": "gc.disable() before the loop and gc.collect() every few hundred steps",
+}
+
+
+@rule
+def between_steps(case: Case) -> list[Finding]:
+    """Does the loop spend time between its training steps: evaluations, checkpoints, logging, starting workers?"""
+    loop = case.summary.loop
+    if loop is None:
+        raise Unavailable("The recording has no undisturbed steps: it ended during warm-up.")
+    findings = []
+    rows = {row.name: row for row in loop.rows}
+    for name, ns in loop.between_ns.items():
+        row = rows.get(name)
+        if row is None or not row.num or not case.is_worth(ns):
+            continue
+        where = f" ({row.places[0]})" if row.places else ""
+        what = "Starting the DataLoader" if name == "data" else name.capitalize()
+        evidence = {"what": name, "times": row.num, "total_ns": row.ns, "per_step_ns": ns}
+        findings.append(
+            Finding(
+                sentence=f"{what}{where} takes {duration(ns, 3)} per step on average: {plural(row.num, 'time')} in "
+                f"{plural(loop.num_steps, 'step')}, {duration(row.ns / row.num, 3)} each.",
+                fix=_BETWEEN_FIXES[name],
+                saving_ns=ns,
+                upper_bound=True,
+                derived="its wall-clock time in the loop, divided by the steps; a typical step does not have it",
+                confidence="high" if row.num > 1 else "medium",
+                falsified_by="leave it out of a run and compare the throughput",
+                evidence=(
+                    Evidence("time between steps", [evidence, *({"place": place} for place in row.places[:3])]),
+                ),
+            )
+        )
+    return findings
+
+
+_NOISE_FIXES = {
+    "data": "give the DataLoader more num_workers or a larger prefetch_factor: every few batches it has none ready",
+    "other": "do it less often or in the background: torch.distributed.checkpoint.async_save, evaluation in "
+    "another process, metrics kept on the GPU until they are written",
+}  # by phase; within a pass or the optimizer the time belongs to training, as with gradient accumulation
+
+
+@rule
+def noisy_steps(case: Case) -> list[Finding]:
+    """Is there a slow step at regular intervals, for reasons other than training?"""
+    if not case.recording.window("clean"):
+        raise Unavailable("The recording has no clean steps: it ended during warm-up.")
+    found = slow_steps(case.recording)
+    if found is None or found.phase not in _NOISE_FIXES or not case.is_worth(found.excess_ns):
+        return []
+    # Without a DataLoader, the time before a forward may be anything.
+    is_data = found.phase == "data" and case.summary.data_is_named
+    slowest = max(ns for _, ns in found.slow)
+    where = "waiting for data" if is_data else "outside of forward, backward and optimizer"
+    rows = [{"step": step, "duration_ns": ns, "phase": found.phase} for step, ns in found.slow]
+    finding = Finding(
+        sentence=f"Every {found.period} steps, one takes up to {duration(slowest, 3)} (median: "
+        f"{duration(found.median_ns, 3)}), mostly {where}. On average, this adds {duration(found.excess_ns, 3)} to "
+        f"each of {plural(found.num_steps, 'step')}.",
+        fix=_NOISE_FIXES["data" if is_data else "other"],
+        saving_ns=found.excess_ns,
+        upper_bound=True,
+        derived="the time of these steps above the median, averaged over all steps; the median does not show it",
+        confidence="high" if len(found.slow) > 3 else "medium",
+        falsified_by="record again; the finding is wrong if other steps are slow, or none",
+        evidence=(Evidence("slow steps", rows[:8]),),
+    )
+    return [finding]
+
+
+_FIRST_CALL = {"compile": "compiling, loading or planning kernels", "allocator": "allocating memory from the driver"}
+_FIRST_CALL_SHARE = 0.1  # of a trace's only step; less may have other causes
+
+
+@rule
+def first_call(case: Case) -> list[Finding]:
+    """Is one-time startup cost mistaken for a normal step?"""
+    if case.clean_ns is not None:
+        return _unsettled(case)
+    # With several steps, the first is not among the typical ones.
+    return _only_step(case) if case.account.steps.height == 1 else []
+
+
+def _unsettled(case: Case) -> list[Finding]:
+    found = settling(case.recording)
+    if found is None or not case.is_worth(found.mean_ns - found.settled_ns):
+        return []
+    row = {"num_unsettled": found.num_unsettled, "num_steps": found.num_steps, "first_ns": found.first_ns,
+           "settled_ns": found.settled_ns, "mean_ns": found.mean_ns, "median_ns": case.step_ns}  # fmt: skip
+    num = int((case.recording.facts.get("windows") or {}).get("warmup") or 0) + found.num_unsettled
+    return one_finding(
+        sentence=f"Of {plural(found.num_steps, 'clean step')}, the first {_were(found.num_unsettled)} still warming "
+        f"up: the first took {duration(found.first_ns, 3)}, those in the second half "
+        f"{duration(found.settled_ns, 3)} each. The mean ({duration(found.mean_ns, 3)}) therefore includes warm-up.",
+        fix=f"stepscope run --warmup {num} --clean {max(20, found.num_steps)} train.py",
+        derived="no time is saved; the times in this recording are too high",
+        confidence="medium",
+        falsified_by="record with a longer warm-up; the finding is wrong if step times still fall during it",
+        evidence=(Evidence("clean steps", [row]),),
+    )
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else f"{number} were"
+
+
+def _only_step(case: Case) -> list[Finding]:
+    if not case.has_gpu_work:
+        return []
+    first = case.stalls.filter(pl.col("kind").is_in(list(_FIRST_CALL)))
+    first_ns = float(first.select(LENGTH).sum().item()) if first.height else 0.0
+    saving_ns = case.host_saving_ns(first)
+    if first_ns < _FIRST_CALL_SHARE * case.step_ns or not case.is_worth(saving_ns):
+        return []
+    kinds = first.group_by("kind").agg(LENGTH.sum()).sort("duration_ns", descending=True)
+    parts = " and ".join(f"{duration(ns, 3)} {_FIRST_CALL[kind]}" for kind, ns in kinds.iter_rows())
+    return one_finding(
+        sentence=f"The trace has only one step, and it looks like the first of a run: it spends {parts} out of "
+        f"{duration(case.step_ns, 3)}. Later steps are likely to be faster.",
+        fix="torch.profiler.schedule(wait=2, warmup=2, active=3), with prof.step() at the end of each step",
+        saving_ns=saving_ns,
+        derived="the step replayed without this time; later steps are likely to be shorter by as much",
+        confidence="medium",
+        falsified_by="trace later steps; the finding is wrong if they spend as long on this",
+        places=case.host_places(first),
+        evidence=(Evidence("one-time costs", first.select("kind", "op", LENGTH).head(8).to_dicts()),),
+    )
