@@ -18,7 +18,7 @@ from typing import Any
 import stepscope
 from stepscope.findings.diagnose import all_rules
 from stepscope.session.sql import type_in_words
-from stepscope.trace import schema
+from stepscope.trace import tables
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stepscope"
@@ -40,8 +40,8 @@ TABLES = [
     ("docs/card.md", "analysis/time/phases.py", "Row"),
     ("docs/card.md", "analysis/costs/flops.py", "StepFlops"),
     ("docs/card.md", "analysis/costs/flops.py", "Utilization"),
-    ("docs/card.md", "analysis/time/counters.py", "CounterSummary"),
-    ("docs/card.md", "analysis/time/counters.py", "Gauge"),
+    ("docs/card.md", "analysis/time/summary.py", "CounterSummary"),
+    ("docs/card.md", "analysis/time/summary.py", "Gauge"),
     ("docs/bench.md", "analysis/comparison/sweeps.py", "PointSummary"),
     ("docs/tune.md", "analysis/comparison/tuning.py", "Tuning"),
     ("docs/tune.md", "analysis/comparison/tuning.py", "Tried"),
@@ -59,25 +59,25 @@ TABLES = [
     ("docs/memory.md", "analysis/memory/scaling.py", "Growth"),
     ("docs/memory.md", "analysis/memory/scaling.py", "AtPeak"),
     ("docs/memory.md", "analysis/memory/scaling.py", "Grown"),
-    ("docs/attention.md", "session/attention.py", "AttentionReport"),
+    ("docs/attention.md", "session/reports.py", "AttentionReport"),
     ("docs/attention.md", "analysis/attention/reasons.py", "Reason"),
-    ("docs/copies.md", "session/copies.py", "CopiesReport"),
-    ("docs/copies.md", "session/copies.py", "WeightCasts"),
+    ("docs/copies.md", "session/reports.py", "CopiesReport"),
+    ("docs/copies.md", "session/reports.py", "WeightCasts"),
     ("docs/diagnose.md", "findings/diagnose.py", "Diagnosis"),
     ("docs/diagnose.md", "findings/finding.py", "Finding"),
     ("docs/whatif.md", "analysis/time/replay.py", "Replayed"),
-    ("docs/verify.md", "analysis/comparison/verified.py", "Verification"),
-    ("docs/verify.md", "analysis/comparison/verified.py", "Verified"),
-    ("docs/verify.md", "analysis/comparison/losses.py", "LossCheck"),
-    ("docs/verify.md", "analysis/comparison/verified.py", "Expected"),
-    ("docs/compare.md", "analysis/comparison/gates.py", "Comparison"),
+    ("docs/verify.md", "analysis/comparison/verification.py", "Verification"),
+    ("docs/verify.md", "analysis/comparison/verification.py", "Verified"),
+    ("docs/verify.md", "analysis/comparison/verification.py", "LossCheck"),
+    ("docs/verify.md", "analysis/comparison/verification.py", "Expected"),
+    ("docs/compare.md", "analysis/comparison/compare.py", "Comparison"),
     ("docs/compare.md", "analysis/comparison/compare.py", "Pair"),
     ("docs/compare.md", "analysis/comparison/metrics.py", "Change"),
     ("docs/compare.md", "analysis/comparison/compare.py", "Table"),
     ("docs/compare.md", "analysis/comparison/compare.py", "TableRow"),
     ("docs/compare.md", "analysis/comparison/compare.py", "Differs"),
     ("docs/compare.md", "analysis/comparison/compare.py", "Missing"),
-    ("docs/compare.md", "analysis/comparison/gates.py", "GateResult"),
+    ("docs/compare.md", "analysis/comparison/compare.py", "GateResult"),
 ]
 TRACE_TABLES_PAGE = "docs/tables.md"
 RULES_PAGE = "docs/findings/README.md"
@@ -105,7 +105,7 @@ def _text(node: ast.stmt | None) -> str:
     return " ".join(str(node.value.value).split()).replace("|", "\\|") if is_text else ""
 
 
-def trace_table(described: schema.Table) -> str:
+def trace_table(described: tables.Table) -> str:
     """Return a Markdown table of the columns of one of a trace's tables."""
     rows = [described.doc, "", "| column | type | description |", "|---|---|---|"]
     for column in described.columns:
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only report whether they are up to date")
     only_check = parser.parse_args().check
     sections = [(page, name, table(SOURCE / source, name)) for page, source, name in TABLES]
-    sections += [(TRACE_TABLES_PAGE, described.name, trace_table(described)) for described in schema.TABLES]
+    sections += [(TRACE_TABLES_PAGE, described.name, trace_table(described)) for described in tables.TABLES]
     sections.append((RULES_PAGE, "rules", rules_table()))
     sections += [(API_PAGE, name, text) for name, text in api_parts().items()]
     pages = {page: (ROOT / page).read_text() for page, _, _ in sections}

@@ -17,10 +17,10 @@ from stepscope import display
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
-    from stepscope.analysis.comparison.gates import Comparison
+    from stepscope.analysis.comparison.compare import Comparison
     from stepscope.analysis.comparison.sweeps import SweepSummary
     from stepscope.analysis.comparison.tuning import Tuning
-    from stepscope.analysis.comparison.verified import Verification
+    from stepscope.analysis.comparison.verification import Verification
     from stepscope.analysis.precision.dtype_audit import DtypeAudit
     from stepscope.analysis.ranks.all_ranks import Analysis
     from stepscope.api import (

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from handmade import MS, cpu_recording, flops_facts, gpu_recording, sample
 from memories import a_step, write_memory
-from stepscope.analysis.comparison.compare import Parts, Subject, compare_pair
-from stepscope.analysis.comparison.gates import Comparison, Gate, decide, parse_gate
+from stepscope.analysis.comparison.compare import Comparison, Gate, Parts, Subject, compare_pair, decide, parse_gate
 from stepscope.analysis.comparison.metrics import METRICS, Measure, neighbors_correlation
 from stepscope.analysis.comparison.subjects import pair_points
 from stepscope.analysis.comparison.sweeps import sweep_of

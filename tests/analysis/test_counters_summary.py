@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.time.counters import summarize_counters
+from stepscope.analysis.time.summary import summarize_counters
 from stepscope.trace.recording import CounterSample
 
 SECOND = 10**9

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
 from stepscope.trace.reader import read_trace
-from stepscope.trace.schema import DEVICE_TABLE
+from stepscope.trace.tables import DEVICE_TABLE
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 EXACT_FILE = PUBLIC / "exact_gpu_time.json"

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.structure.nesting import ancestor
-from stepscope.trace import nesting
-from stepscope.trace.nesting import nest
-from stepscope.trace.schema import HOST
+from stepscope.trace import assemble
+from stepscope.trace.assemble import nest
+from stepscope.trace.tables import HOST
 
 
 def host(events: list[tuple[int, int, int]]) -> pl.DataFrame:
@@ -73,7 +73,7 @@ def test_self_times_add_up_to_the_time_a_thread_covers(events):
 def test_columns_and_loop_find_the_same_parents(events):
     by_loop = parents(events)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nesting, "_LARGE", 1)
+        patch.setattr(assemble, "_LARGE", 1)
 
         assert parents(events) == by_loop
 

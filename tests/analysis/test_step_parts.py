@@ -9,7 +9,7 @@ from handmade import gpu_recording
 from stepscope import read
 from stepscope.analysis.compiler.compiled_regions import regions_by_name
 from stepscope.analysis.costs.flops import StepFlops
-from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dtype, products_by_dtype
+from stepscope.analysis.precision.casts import casts_by_use, flops_by_dtype, products_by_dtype
 from stepscope.analysis.time.step_parts import gpu_rows_of_trace, gpu_split, host_rows, host_rows_of_trace, waiting_ns
 from trace_builder import TraceBuilder
 

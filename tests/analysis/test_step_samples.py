@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from handmade import MS, cpu_facts, free_sample, gpu_recording, sample, write_recording
-from stepscope.analysis.time.step_samples import histogram, outliers, timed_steps
+from stepscope.analysis.time.step_times import histogram, outliers, timed_steps
 from stepscope.trace.recording import read_recording
 
 

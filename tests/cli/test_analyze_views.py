@@ -14,8 +14,7 @@ from stepscope.document.sections.copies import copies_document
 from stepscope.findings.compiler_report import compiler_report
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
-from stepscope.session.attention import AttentionReport, AttentionRow, attention_report
-from stepscope.session.copies import copies_report
+from stepscope.session.reports import AttentionReport, AttentionRow, attention_report, copies_report
 from trace_builder import TRACES, TraceBuilder
 
 

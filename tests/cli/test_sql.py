@@ -19,7 +19,7 @@ from stepscope.cli.sql import fit
 from stepscope.errors import UsageError
 from stepscope.session import open_session
 from stepscope.session.sql import refuse_other_than_query, run_query, tables_of
-from stepscope.trace.schema import TABLES
+from stepscope.trace.tables import TABLES
 from verbs import run_verb
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.kernels.experts import Router, looped_experts, routers
+from stepscope.analysis.kernels.product_loops import Router, looped_experts, routers
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.experts_and_scatters import expert_imbalance
 from stepscope.session import open_session

@@ -98,7 +98,7 @@ def test_the_report_of_a_fresh_run_names_the_mask(tmp_path):
     pytest.importorskip("polars")
     pytest.importorskip("msgspec")
     from stepscope.session import open_session
-    from stepscope.session.attention import attention_report
+    from stepscope.session.reports import attention_report
 
     report = attention_report(open_session(recorded(tmp_path, "mask")).case)
 

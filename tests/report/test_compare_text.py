@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepscope.analysis.comparison.compare import Parts, Subject, compare_pair
-from stepscope.analysis.comparison.gates import Comparison, decide, parse_gate
+from stepscope.analysis.comparison.compare import Comparison, Parts, Subject, compare_pair, decide, parse_gate
 from stepscope.analysis.comparison.metrics import Measure
 from stepscope.document.comparison import comparison_document
 from stepscope.render.markdown.markdown import markdown_of

@@ -18,8 +18,8 @@ from stepscope.exporters.tracks import lanes
 from stepscope.findings.finding import Finding
 from stepscope.render.files import write_texts
 from stepscope.trace.reader import read_trace
-from stepscope.trace.schema import DEVICE_TABLE
-from stepscope.trace.schema import HOST as HOST_TABLE
+from stepscope.trace.tables import DEVICE_TABLE
+from stepscope.trace.tables import HOST as HOST_TABLE
 from trace_builder import AUTOGRAD, PUBLIC, TRACES, TraceBuilder, needs_traces
 
 NASTY = '<script>alert("1")</script>\n\u202e</script>\x00=1+1' + "x" * 3000

@@ -10,8 +10,7 @@ import pytest
 from hostile_names import NAMES, charts, report
 from stepscope.document.model import Bars, Document, Heat, Lines, Missing, Section, Series, Table, Text
 from stepscope.formatting import safe
-from stepscope.render.markdown.charts import chart_lines
-from stepscope.render.markdown.markdown import MOST_CHARACTERS, markdown_of
+from stepscope.render.markdown.markdown import MOST_CHARACTERS, chart_lines, markdown_of
 from stepscope.render.markdown.text import code, escaped, in_summary, prose
 
 OURS = {"details", "summary", "b", "sub", "br"}

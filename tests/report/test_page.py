@@ -18,8 +18,7 @@ from stepscope.errors import MissingDependencyError
 from stepscope.render.page import page as page_module
 from stepscope.render.page.elements import table_data, with_code
 from stepscope.render.page.page import page_of
-from stepscope.render.page.plotly_charts import figure_of
-from stepscope.render.page.trees import MOST_NODES
+from stepscope.render.page.plotly_charts import MOST_NODES, figure_of
 
 ELEMENTS = {"html", "head", "meta", "title", "style", "script", "body", "header", "h1", "nav", "a", "div", "button",
             "dialog", "h3", "dl", "dt", "dd", "main", "p", "section", "h2", "span", "small", "article", "b", "h4",

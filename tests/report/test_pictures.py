@@ -13,14 +13,17 @@ from hostile_names import charts
 from stepscope.document.model import Bars, Heat, Lines, Scatter, Series, Tree
 from stepscope.errors import MissingDependencyError
 from stepscope.render.page.plotly_charts import figure_of
-from stepscope.render.png.trees import Tile, squarified
+from stepscope.render.png.pictures import Tile, squarified
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from stepscope.render.png.charts import draw_lines  # noqa: E402
-from stepscope.render.png.drawing import drawn, drawn_apart  # noqa: E402
+from stepscope.render.png.charts import (  # noqa: E402
+    draw_lines,
+    drawn,
+    drawn_apart,
+)
 from stepscope.render.png.pictures import png_of  # noqa: E402
 
 

@@ -12,7 +12,7 @@ from stepscope import report
 from stepscope.analysis.comparison.sweeps import hash_of, sweep_of
 from stepscope.document.model import Bars, Chart, Explorer, Facts, Heat, Lines, Missing, Scatter, Table, Text
 from stepscope.document.sections.sweep import sweep_report
-from stepscope.document.sections.sweep_axes import layout_of
+from stepscope.document.sections.sweep_charts import layout_of
 from stepscope.errors import RecordingError
 from stepscope.render.markdown.markdown import markdown_of
 from stepscope.render.page.page import page_of

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from any_trace import any_trace
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.document.model import Timeline
-from stepscope.document.sections.timeline import timeline_of
-from stepscope.document.timeline.bytes import Bytes
+from stepscope.document.sections.timeline import Bytes, timeline_of
 from stepscope.document.timeline.tracks import MOST_TRACKS, lanes_of
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, TRACES, TraceBuilder, needs_traces

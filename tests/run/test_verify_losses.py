@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.comparison.losses import check_losses
-from stepscope.analysis.comparison.verification import verify
-from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
+from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification, check_losses, verify
 from stepscope.document.verification import losses_sentence, verification_document
 from stepscope.errors import UsageError
 from stepscope.findings.fixes import parse_fix

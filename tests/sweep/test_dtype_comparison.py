@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from sweep_runs import exit_code  # noqa: E402
 
 from stepscope.analysis.precision.dtype_comparison import class_ns, compare_dtypes  # noqa: E402  torch may be missing
-from stepscope.document.dtype_comparison import dtypes_document, sentences  # noqa: E402
+from stepscope.document.precision import dtypes_document, sentences  # noqa: E402
 from stepscope.render.terminal import terminal_text  # noqa: E402
 from stepscope.sweep.checks.precision_probe import at_peak, deviation  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402

@@ -19,8 +19,7 @@ from stepscope.errors import TraceError
 from stepscope.trace import cache
 from stepscope.trace.cache import FACTS_FILE, SUFFIX, open_trace
 from stepscope.trace.reader import read_trace
-from stepscope.trace.schema import DEVICE_TABLE, TABLES
-from stepscope.trace.tables import Trace
+from stepscope.trace.tables import DEVICE_TABLE, TABLES, Trace
 
 
 def events(num: int = 40) -> list[dict]:

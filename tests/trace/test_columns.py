@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 from written_traces import SEED, assert_sound, edge, in_file_order, instant, label, read, slice_of, text_of
 
-from stepscope.trace.schema import CATEGORIES
+from stepscope.trace.tables import CATEGORIES
 
 
 def row(frame: pl.DataFrame, name: str) -> dict:

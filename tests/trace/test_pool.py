@@ -104,7 +104,7 @@ def test_what_a_worker_prints_comes_nowhere(path, capfd, monkeypatch):
         "Builder.finish = lambda self: (print('noise', flush=True), finish(self))[1]; "
     )
     monkeypatch.setattr(
-        pool, "_START", pool._START.replace("from stepscope.trace.worker", f"{noise}from stepscope.trace.worker")
+        pool, "_START", pool._START.replace("from stepscope.trace.decode", f"{noise}from stepscope.trace.decode")
     )
 
     assert read_trace(path, workers=2).num_events == 6_000

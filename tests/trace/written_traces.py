@@ -13,8 +13,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from stepscope.trace.reader import read_trace
-from stepscope.trace.schema import HOST, TABLES
-from stepscope.trace.tables import Trace
+from stepscope.trace.tables import HOST, TABLES, Trace
 
 TRACES = Path(os.environ.get("STEPSCOPE_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"there are no real traces at {TRACES}")

@@ -12,7 +12,7 @@ from stepscope.errors import UsageError
 if TYPE_CHECKING:
     import polars as pl
 
-    from stepscope.analysis.comparison.gates import Comparison
+    from stepscope.analysis.comparison.compare import Comparison
     from stepscope.analysis.ranks.all_ranks import Analysis
     from stepscope.document.card import Card
     from stepscope.findings.diagnose import Diagnosis
@@ -122,7 +122,7 @@ def compare(
 
     >>> compare("runs/main", "runs/mine").pairs[0].change("step_time").verdict  # doctest: +SKIP
     """
-    from stepscope.analysis.comparison.gates import parse_gate
+    from stepscope.analysis.comparison.compare import parse_gate
     from stepscope.session.compare import compare as compare_sessions
     from stepscope.session.compare import open_sides
 

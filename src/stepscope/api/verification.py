@@ -15,7 +15,7 @@ from stepscope.errors import RecordingError, StepscopeError, UsageError, need_to
 from stepscope.formatting import whole_percent
 
 if TYPE_CHECKING:
-    from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
+    from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification
     from stepscope.findings.fixes import Chosen
     from stepscope.session import Session
     from stepscope.sweep.record_runs import Command, Options
@@ -51,9 +51,8 @@ def verify(
     >>> verify("runs/baseline", fix="unfused_optimizer").fixes[0].status  # doctest: +SKIP
     """
     need_torch()
-    from stepscope.analysis.comparison.verification import steps_ns
+    from stepscope.analysis.comparison.verification import Plan, Verification, steps_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
-    from stepscope.analysis.comparison.verified import Plan, Verification
     from stepscope.findings.fixes import parse_fix
     from stepscope.session import open_session
     from stepscope.sweep.record_runs import Options, recorded_command, script_command
@@ -153,7 +152,7 @@ def _run_all(
 
 
 def _attempt(command: Command, output: Path, number: int, fix: str | None, options: Options) -> Attempt:
-    from stepscope.analysis.comparison.verified import Attempt
+    from stepscope.analysis.comparison.verification import Attempt
     from stepscope.sweep.record_runs import run_again
     from stepscope.trace.recording import read_recording
 
@@ -185,7 +184,7 @@ def _expected_gains(session: Session | None, device_name: str | None, chosen: li
     """Return what diagnose expects of each fix, by its text; nothing without a recording."""
     if session is None:
         return {}
-    from stepscope.analysis.comparison.verified import Expected
+    from stepscope.analysis.comparison.verification import Expected
     from stepscope.findings.diagnose import diagnose
     from stepscope.findings.fixes import expected_of
 

@@ -99,7 +99,7 @@ def _report(arguments: argparse.Namespace, view: str) -> Any:
 
         return compiler_report(case)
     if view == "attention":
-        from stepscope.session.attention import attention_report
+        from stepscope.session.reports import attention_report
 
         return attention_report(case, arguments.step)
     return session.copies

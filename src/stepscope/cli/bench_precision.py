@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _answer(ran: Ran) -> Answer:
     from stepscope.analysis.precision.dtype_comparison import compare_dtypes
-    from stepscope.document.dtype_comparison import dtypes_document
+    from stepscope.document.precision import dtypes_document
 
     found = compare_dtypes(ran.rows, ran.environments)
 

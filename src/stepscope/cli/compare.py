@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from stepscope.analysis.comparison.gates import EXIT_NOT_COMPARABLE
+    from stepscope.analysis.comparison.compare import EXIT_NOT_COMPARABLE
 
     if arguments.json and arguments.markdown:
         raise UsageError("--json and --markdown exclude each other: name one")

@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _list_of_tables() -> Iterator[str]:
     from stepscope.session.sql import type_in_words
-    from stepscope.trace.schema import TABLES
+    from stepscope.trace.tables import TABLES
 
     width = max(len(column.name) for table in TABLES for column in table.columns)
     for table in TABLES:

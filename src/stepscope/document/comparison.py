@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from stepscope.analysis.comparison.compare import Pair, TableRow
+from stepscope.analysis.comparison.compare import PASSED, UNDECIDED, Comparison, Pair, TableRow
 from stepscope.analysis.comparison.compare import Table as Parts
-from stepscope.analysis.comparison.gates import PASSED, UNDECIDED, Comparison
 from stepscope.analysis.comparison.metrics import FEWEST, METRICS, NO_DIFFERENCE, RUNS, SAME, STEPS, TOO_FEW, Change
 from stepscope.analysis.comparison.significance import SIGNIFICANCE
 from stepscope.analysis.time.phases import UNATTRIBUTED

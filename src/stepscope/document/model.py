@@ -263,7 +263,7 @@ class Timeline(Part):
     """Every event of a trace at every zoom; only a page can draw it."""
 
     meta: Mapping[str, Any]  # plain JSON: tracks, colors, where each column is in the blob, and what was left out
-    blob: bytes  # columns of numbers (`timeline/bytes.py`), gzip
+    blob: bytes  # columns of numbers (`sections/timeline.py`), gzip
 
 
 @dataclass(frozen=True)

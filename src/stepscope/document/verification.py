@@ -3,15 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from stepscope.analysis.comparison import verified
-from stepscope.analysis.comparison.losses import AGREE, NOT_COMPARED, LossCheck
-from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, TOO_FEW
-from stepscope.analysis.comparison.verified import FAILED, FASTER, NOT_APPLIED, SLOWER, WRONG, Verification, Verified
+from stepscope.analysis.comparison import verification as verify
+from stepscope.analysis.comparison.metrics import METRICS
+from stepscope.analysis.comparison.verification import Expected, LossCheck, Verification, Verified
 from stepscope.document.comparison import change_text, figure, interval_text, p_text, signed
 from stepscope.document.model import Document, Fact, Facts, Section
 from stepscope.formatting import average, duration, milliseconds, percent, plural, significant, size, whole_percent
 
-_ORDER = (FASTER, NO_DIFFERENCE, TOO_FEW, SLOWER, WRONG, FAILED, verified.INCOMPARABLE, NOT_APPLIED)
 _LEAST_WARMUP_NS = 1e9
 _ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order", "reduced": "lower precision"}
 
@@ -20,7 +18,7 @@ def verification_document(found: Verification) -> Document:
     """Return the verification: the baseline, then every fix, the fastest first."""
     spread = f"; they differ by up to {percent(found.apart_share)}"
     if found.num_rounds == 1:
-        spread = f"; run at least {verified.MIN_ROUNDS} --rounds to see whether it repeats"
+        spread = f"; run at least {verify.MIN_ROUNDS} --rounds to see whether it repeats"
     about = (
         Fact("script", found.command),
         Fact("device", f"{found.device_name or 'unknown device'}   torch {found.torch or 'unknown'}"),
@@ -28,7 +26,7 @@ def verification_document(found: Verification) -> Document:
         Fact("recordings", found.folder),
         *(Fact("warning", warning) for warning in found.warnings),
     )
-    ordered = sorted(found.fixes, key=lambda each: (_ORDER.index(each.status), _rank(each)))
+    ordered = sorted(found.fixes, key=lambda each: (verify.STATUSES.index(each.status), _rank(each)))
     sections = [Section("baseline", "", (Facts(about),))]
     for each in ordered:
         sections.append(Section(each.fix, f"Fix {each.fix}: {_verdict(each)}", (Facts(tuple(_facts(each))),)))
@@ -38,27 +36,27 @@ def verification_document(found: Verification) -> Document:
 def headline(found: Verification) -> str:
     if len(found.fixes) == 1:
         return _sentence(found.fixes[0])
-    counts = Counter(sorted((each.status for each in found.fixes), key=_ORDER.index))
+    counts = Counter(sorted((each.status for each in found.fixes), key=verify.STATUSES.index))
     statuses = ", ".join(f"{number} {status}" for status, number in counts.items())
-    best = min((each for each in found.fixes if each.status == FASTER), key=_rank, default=None)
+    best = min((each for each in found.fixes if each.status == verify.FASTER), key=_rank, default=None)
     return f"{len(found.fixes)} fixes: {statuses}.{'' if best is None else f' {_sentence(best)}'}"
 
 
 def _sentence(each: Verified) -> str:
     change = each.change
-    if change is None or each.status == WRONG:
-        return f"{each.fix} {'' if each.status == FAILED else 'is '}{each.status}: {each.reason}"
+    if change is None or each.status == verify.WRONG:
+        return f"{each.fix} {'' if each.status == verify.FAILED else 'is '}{each.status}: {each.reason}"
     before, after = figure(change.base, change.unit), figure(change.new, change.unit)
     what = "a step takes" if each.saving_ns is not None else f"{METRICS[change.metric].title} are"
     took = f"{what} {after} instead of {before}, {change_text(change)}"
-    return f"{each.fix} is faster: {took}." if each.status == FASTER else f"{each.fix}: {each.status}; {took}."
+    return f"{each.fix} is faster: {took}." if each.status == verify.FASTER else f"{each.fix}: {each.status}; {took}."
 
 
 def _verdict(each: Verified) -> str:
-    if each.change is None or each.status == WRONG:
+    if each.change is None or each.status == verify.WRONG:
         return each.status
     saved = ""
-    if each.saving_ns is not None and each.status in (FASTER, SLOWER):
+    if each.saving_ns is not None and each.status in (verify.FASTER, verify.SLOWER):
         saved = f" {signed(duration(abs(each.saving_ns), 3), -each.saving_ns)} per step,"
     return f"{each.status}{saved} {change_text(each.change)}"
 
@@ -81,7 +79,7 @@ def _facts(each: Verified) -> Iterator[Fact]:
         yield Fact("losses", losses_sentence(each.losses))
     if each.changed:
         yield Fact("applied", _counts(each.changed))
-    if each.left and each.status != NOT_APPLIED:
+    if each.left and each.status != verify.NOT_APPLIED:
         yield Fact("not applied", _counts(each.left))
     if any(abs(after - before) > 0.005 for before, after in each.products.values()):
         percents = {
@@ -105,7 +103,7 @@ def _between_runs(each: Verified) -> str:
     return f" ({low} to {high})"
 
 
-def _expected(expected: verified.Expected) -> str:
+def _expected(expected: Expected) -> str:
     if expected.saving_ns is None:
         return expected.reason or "a saving of unknown size"
     share = "" if expected.share is None else f", {signed(percent(expected.share), -expected.share)}"
@@ -116,7 +114,7 @@ def _expected(expected: verified.Expected) -> str:
 
 def losses_sentence(losses: LossCheck) -> str:
     """Return whether the losses agree, how far they are apart, and what is allowed."""
-    if losses.verdict == NOT_COMPARED:
+    if losses.verdict == verify.NOT_COMPARED:
         return f"not compared: {losses.reason}"
     noise = losses.noise_share or 0.0
     allowed = f"allowed {_small(losses.limit_share)} ({_ALLOWED[losses.arithmetic]}"
@@ -124,7 +122,7 @@ def losses_sentence(losses: LossCheck) -> str:
         allowed += f" {_small(losses.tolerance_share)}, plus twice the {_small(noise)} between two baseline runs"
         allowed += "; seed the script for a stricter check" if noise > (losses.tolerance_share or 0) else ""
     allowed += ")"
-    how, steps = "agree" if losses.verdict == AGREE else "differ", plural(losses.num_steps, "step")
+    how, steps = "agree" if losses.verdict == verify.AGREE else "differ", plural(losses.num_steps, "step")
     if losses.difference_share == 0:
         return f"{how}: identical to the last digit in {steps}; {allowed}"
     far = "not a number" if losses.difference_share is None else f"up to {_small(losses.difference_share)} apart"

@@ -15,7 +15,7 @@ from stepscope.exporters.json_lines import event, id_of, lines_of, microseconds,
 from stepscope.exporters.selection import Selection
 from stepscope.exporters.tracks import counters_of, lanes, tracks_of
 from stepscope.findings.finding import Finding
-from stepscope.trace.schema import CATEGORIES
+from stepscope.trace.tables import CATEGORIES
 from stepscope.version import __version__
 
 ENDINGS = (".json", ".json.gz")

@@ -7,10 +7,9 @@ from functools import cached_property
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.nesting import ancestor, matches
 from stepscope.analysis.structure.steps import LABELS, PHASE_PREFIX, Steps, at_times
-from stepscope.trace.nesting import nest
+from stepscope.trace.assemble import nest
 from stepscope.trace.tables import Trace
 
 

@@ -16,7 +16,7 @@ from stepscope.exporters.selection import Selection
 from stepscope.findings.finding import Finding
 from stepscope.render.csv import guarded
 from stepscope.render.files import writing
-from stepscope.trace.schema import TABLES
+from stepscope.trace.tables import TABLES
 
 TRACE, ANALYSIS = "trace", "analysis"
 _LINKS = {"host": ("step", "phase", "module"), "memory": ("step", "phase", "module")}

@@ -7,7 +7,6 @@ from typing import Any
 from stepscope.analysis.compiler.compile_summary import CompilerSummary, compiler_summary
 from stepscope.analysis.compiler.compiled_regions import regions_by_name
 from stepscope.errors import if_available
-from stepscope.findings.rule import compile_report
 from stepscope.findings.rules.compiler import recompiles
 from stepscope.session.case import Case
 
@@ -46,7 +45,7 @@ class CompilerReport:
 
 
 def compiler_report(case: Case) -> CompilerReport:
-    report, notes = compile_report(case), []
+    report, notes = case.compile_report, []
     summary = compiler_summary(report, case.clean_ns) if report else None
     calls = if_available(lambda: case.compiled_regions)
     rows = () if calls is None or calls.is_empty() else regions_by_name(calls, case.num_steps, report).to_dicts()

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, SAME
-from stepscope.analysis.comparison.verified import Expected
+from stepscope.analysis.comparison.verification import NOT_COMPARABLE, REDUCED, REORDERED, SAME, Expected
 from stepscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class Fix:
     id: str
     about: str  # effect on the script
     arithmetic: str
-    """How losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/losses.py`)."""
+    """How losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/verification.py`)."""
     values: tuple[str, ...] = ()  # values allowed after `=`, the default first; `N` stands for any number
     lowers_to: str | None = None
     """The dtype of matrix products with the fix; if their number does not grow, it was not applied."""

@@ -1,7 +1,7 @@
-"""What rules are written with: the case, findings with their evidence, changes to replay, the compiler's report."""
+"""What rules are written with: the case, findings with their evidence, and changes to replay."""
 
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.what_if import stretches
@@ -11,8 +11,8 @@ from stepscope.session.case import LENGTH, Case
 from stepscope.trace.compile_file import count_of, entries
 
 __all__ = [
-    "LENGTH", "RULES", "Case", "Change", "Evidence", "Finding", "Unavailable", "compile_entries", "compile_report",
-    "count_of", "one_finding", "rule", "stretches",
+    "LENGTH", "RULES", "Case", "Change", "Evidence", "Finding", "Unavailable", "count_of",
+    "entries", "one_finding", "rule", "stretches",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -31,12 +31,3 @@ def _listed(make: Callable[P, Finding]) -> Callable[P, list[Finding]]:
 
 
 one_finding = _listed(Finding)  # makes a list of one finding, from its fields
-
-
-def compile_entries(case: Case, what: str) -> list[dict[str, Any]]:
-    """Return a list of a recording's `compile.json`; empty if nothing was compiled or there is only a trace."""
-    return entries(compile_report(case), what)
-
-
-def compile_report(case: Case) -> dict[str, Any]:
-    return dict(case.recording.compiler or {}) if case.has_recording else {}

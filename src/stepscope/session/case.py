@@ -8,15 +8,12 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.attention.backends import DISPATCHER, attention_calls
-from stepscope.analysis.attention.handwritten import handwritten_attention
+from stepscope.analysis.attention.backends import DISPATCHER, attention_calls, handwritten_attention
 from stepscope.analysis.compiler.compiled_regions import compiled_regions, entering
 from stepscope.analysis.kernels.copies import copies
-from stepscope.analysis.kernels.elementwise_chains import chains
+from stepscope.analysis.kernels.extra_work import nan_checks, recomputed
+from stepscope.analysis.kernels.fusible import chains, logits
 from stepscope.analysis.kernels.kernels import kernel_sizes
-from stepscope.analysis.kernels.logits import logits
-from stepscope.analysis.kernels.nan_checks import nan_checks
-from stepscope.analysis.kernels.recomputed import recomputed
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.account import account as account_for_memory
 from stepscope.analysis.memory.allocator_events import trace_memory
@@ -26,14 +23,12 @@ from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.rank_account import RankAccount, account_of, device_name
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
-from stepscope.analysis.structure.tensor_sizes import with_sizes
-from stepscope.analysis.structure.work import work
+from stepscope.analysis.structure.work import with_sizes, work
 from stepscope.analysis.time.idle_causes import idle_gaps
 from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
-from stepscope.analysis.time.round_trips import round_trips
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
-from stepscope.analysis.time.waits import waits
+from stepscope.analysis.time.waits import round_trips, waits
 from stepscope.analysis.time.what_if import stretches, without
 from stepscope.devices import Device, find_device
 from stepscope.errors import Unavailable
@@ -81,6 +76,11 @@ class Case:
     def summary(self) -> Summary:
         """The figures of the recording."""
         return summary_of(self.recording)
+
+    @property
+    def compile_report(self) -> dict[str, Any]:
+        """`compile.json` of the recording; empty if nothing was compiled or there is only a trace."""
+        return dict(self._recording.compiler or {}) if self._recording is not None else {}
 
     @cached_property
     def clean_ns(self) -> float | None:
@@ -193,7 +193,7 @@ class Case:
 
     @cached_property
     def sized(self) -> pl.DataFrame:
-        """The GPU work with the sizes of its tensors (`analysis/structure/tensor_sizes.py`)."""
+        """The GPU work with the sizes of its tensors (`analysis/structure/work.py`)."""
         return with_sizes(self.work)
 
     @cached_property
@@ -220,17 +220,17 @@ class Case:
 
     @cached_property
     def handwritten_attention(self) -> pl.DataFrame:
-        """The work of handwritten attention (`analysis/attention/handwritten.py`)."""
+        """The work of handwritten attention (`analysis/attention/backends.py`)."""
         return handwritten_attention(self.sized)
 
     @cached_property
     def logits(self) -> pl.DataFrame:
-        """Work over tokens × vocabulary (`analysis/kernels/logits.py`)."""
+        """Work over tokens × vocabulary (`analysis/kernels/fusible.py`)."""
         return logits(self.sized)
 
     @cached_property
     def chains(self) -> pl.DataFrame:
-        """Chains of elementwise work that belong neither to attention nor to the loss (`elementwise_chains.py`)."""
+        """Chains of elementwise work, neither of attention nor of the loss (`analysis/kernels/fusible.py`)."""
         others = [table["event"] for table in (self.handwritten_attention, self.logits)]
         in_attention = self.work.filter(pl.col("root_op").cast(pl.String) == DISPATCHER)["event"]
         return chains(self.sized, {event for events in (*others, in_attention) for event in events})
@@ -242,7 +242,7 @@ class Case:
 
     @cached_property
     def recomputed(self) -> pl.DataFrame:
-        """Forward ops that run again in the backward pass (`analysis/kernels/recomputed.py`)."""
+        """Forward ops that run again in the backward pass (`analysis/kernels/extra_work.py`)."""
         return recomputed(self.linked, self.work)
 
     @cached_property
@@ -252,7 +252,7 @@ class Case:
 
     @cached_property
     def round_trips(self) -> pl.DataFrame:
-        """Tensors that go to the host and back (`analysis/time/round_trips.py`)."""
+        """Tensors that go to the host and back (`analysis/time/waits.py`)."""
         return self.within(round_trips(self.linked, self.all_copies))
 
     @cached_property
@@ -267,7 +267,7 @@ class Case:
 
     @cached_property
     def nan_checks(self) -> pl.DataFrame:
-        """Checks for NaN whose result the program read (`analysis/kernels/nan_checks.py`)."""
+        """Checks for NaN whose result the program read (`analysis/kernels/extra_work.py`)."""
         return self.within(nan_checks(self.linked))
 
     @cached_property

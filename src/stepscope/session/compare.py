@@ -5,11 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.comparison.compare import ASPECTS, NO_TRACE, Pair, Parts, Subject, compare_pair
-from stepscope.analysis.comparison.gates import Comparison, Gate, decide
+from stepscope.analysis.comparison import compare as sides_of
+from stepscope.analysis.comparison.compare import ASPECTS, NO_TRACE, Comparison, Gate, Pair, Parts, Subject
 from stepscope.analysis.comparison.metrics import THRESHOLD_SHARE
-from stepscope.analysis.comparison.repeated_runs import one_side
-from stepscope.analysis.comparison.subjects import idle_ns, pair_points, point_subject, recording_subject
+from stepscope.analysis.comparison.subjects import idle_ns, one_side, pair_points, point_subject, recording_subject
 from stepscope.analysis.comparison.sweeps import PointSummary, varying_axes
 from stepscope.errors import WRONG_KIND, NotComparableError, RecordingError, StepscopeError, UsageError, wrong_kind
 from stepscope.session.session import Progress, Session, open_session
@@ -69,8 +68,8 @@ def compare(
         subject = _recording if kind == "recording" else _trace
         subjects = [[subject(session) for session in side] for side in sides]
         first, second = (one_side(side) if has_runs else side[0] for side in subjects)
-        pairs = [compare_pair(first, second, threshold_share, allow)]
-    results = decide(gates, pairs, only[0])
+        pairs = [sides_of.compare_pair(first, second, threshold_share, allow)]
+    results = sides_of.decide(gates, pairs, only[0])
     names = [", ".join(str(session.path) for session in side) for side in sides]
     return Comparison(kind, names[0], names[1], threshold_share, tuple(pairs), *only, results)
 
@@ -179,7 +178,7 @@ def _pairs_of_sweeps(
         first = _point(base, base.sweep.rows[i], before.points[i])
         second = _point(new, new.sweep.rows[k], after.points[k])
         pair_name = name(before.points[i]) if len(places) > 1 or varying else None
-        pairs.append(compare_pair(first, second, threshold_share, allow, pair_name))
+        pairs.append(sides_of.compare_pair(first, second, threshold_share, allow, pair_name))
     paired = {i for i, _ in places}, {k for _, k in places}
     left = [
         tuple(name(point) for place, point in enumerate(summary.points) if place not in places_of)

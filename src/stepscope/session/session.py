@@ -11,15 +11,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from stepscope.errors import (
-    WRONG_KIND,
-    MissingDependencyError,
-    RecordingError,
-    Unavailable,
-    UsageError,
-    if_available,
-    wrong_kind,
-)
+from stepscope import errors
+from stepscope.errors import WRONG_KIND, RecordingError, Unavailable, UsageError, if_available, wrong_kind
 from stepscope.trace.kind import Kind, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
@@ -31,10 +24,9 @@ if TYPE_CHECKING:
     from stepscope.analysis.ranks.rank_account import RankAccount
     from stepscope.analysis.structure.links import Linked
     from stepscope.analysis.time.summary import Summary
-    from stepscope.session.attention import AttentionReport
     from stepscope.session.case import Case
-    from stepscope.session.copies import CopiesReport
     from stepscope.session.memory import MemoryReport
+    from stepscope.session.reports import AttentionReport, CopiesReport
     from stepscope.trace.find import RankTrace, TraceFile
     from stepscope.trace.snapshot import Snapshot
 
@@ -76,7 +68,7 @@ def need_read_side() -> None:
     """Raise MissingDependencyError if a library that reading traces needs is not installed."""
     for name in ("polars", "msgspec"):
         if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(f"{name} is missing: pip install polars msgspec")
+            raise errors.MissingDependencyError(f"{name} is missing: pip install polars msgspec")
 
 
 class Session:
@@ -228,14 +220,14 @@ class Session:
     @cached_property
     def attention(self) -> AttentionReport:
         """Every attention call, the backend it ran on, and why it was not flash."""
-        from stepscope.session.attention import attention_report
+        from stepscope.session.reports import attention_report
 
         return attention_report(self.case)
 
     @cached_property
     def copies(self) -> CopiesReport:
         """Where copies and casts come from, and what a step would save without each."""
-        from stepscope.session.copies import copies_report
+        from stepscope.session.reports import copies_report
 
         return copies_report(self.case)
 

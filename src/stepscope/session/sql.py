@@ -9,7 +9,7 @@ import polars.selectors as cs
 from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe
 from stepscope.session.session import Session
-from stepscope.trace.schema import TABLES
+from stepscope.trace.tables import TABLES
 
 _LONGEST_ERROR = 400
 _QUERIES = ("select", "with", "from", "values", "show", "explain")

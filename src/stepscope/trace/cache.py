@@ -24,8 +24,7 @@ import msgspec
 import polars as pl
 
 from stepscope.trace.scan import Problem
-from stepscope.trace.schema import SCHEMA_VERSION, TABLES, Table
-from stepscope.trace.tables import Trace, TraceFacts
+from stepscope.trace.tables import SCHEMA_VERSION, TABLES, Table, Trace, TraceFacts
 
 if TYPE_CHECKING:
     from stepscope.trace.reader import Progress

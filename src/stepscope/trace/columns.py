@@ -1,4 +1,4 @@
-"""Events as columns: the tables of `schema.py`, filled slice by slice.
+"""Events as columns: the tables of `tables.py`, filled slice by slice.
 
 A slice is decoded and split into lists of numbers while it is still in the CPU cache. Columns are made from the lists
 once, at the end.
@@ -15,7 +15,7 @@ import polars as pl
 from msgspec import Raw
 
 from stepscope.trace.events import Event
-from stepscope.trace.schema import CATEGORIES, COLLECTIVES, HOST, MEMORY, TABLES, THREADS, Table
+from stepscope.trace.tables import CATEGORIES, COLLECTIVES, HOST, MEMORY, TABLES, THREADS, Table
 from stepscope.trace.values import categories, floats, id_text, integers, json_texts, texts, times
 
 LONGEST_NS = 2**53  # longer events (104 days) come from a broken clock

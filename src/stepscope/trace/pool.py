@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
 from stepscope.errors import TraceError
-from stepscope.trace.decode import Decoded
+from stepscope.trace.decode import Decoded, identity, receive_answer, send
 from stepscope.trace.source import Slice, Source
-from stepscope.trace.worker import identity, receive_answer, send
 
 Result = Callable[[], Decoded]  # returns a slice's result, or raises its error
 MOST_WORKERS = 4  # more would be faster but need more memory at once
-_START = "import sys; sys.path[:] = {path!r}; from stepscope.trace.worker import main; main({file!r}, {file_id!r})"
+_START = "import sys; sys.path[:] = {path!r}; from stepscope.trace.decode import main; main({file!r}, {file_id!r})"
 
 
 def num_workers() -> int:

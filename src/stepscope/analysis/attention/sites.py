@@ -12,10 +12,8 @@ from stepscope.analysis.attention.backends import DISPATCHER, at, backend_of, in
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, argument_place, argument_values, operands
 from stepscope.analysis.memory.module_tree import starred
-from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor, is_named, outermost
+from stepscope.analysis.structure.nesting import ancestor, is_named, matches, outermost, python_callers
 
 _FLEX_KERNEL = r"(?i)flex_(attention|decoding)"
 SIGNATURE = (

@@ -1,27 +1,214 @@
-"""The effect of a fix, from interleaved runs of a script with and without it."""
+"""The effect of a fix, from interleaved runs of a script with and without it: times, and whether the losses agree."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations, product
 from statistics import geometric_mean, median
 from typing import Any
 
-from stepscope.analysis.comparison.losses import DIFFER, LOW_DTYPES, NOT_COMPARABLE, check_losses
-from stepscope.analysis.comparison.metrics import METRICS, RUNS, TOO_FEW, Change, Measure, change_of
-from stepscope.analysis.comparison.verified import (
-    FAILED,
-    FASTER,
-    INCOMPARABLE,
-    MIN_ROUNDS,
-    NOT_APPLIED,
-    WRONG,
-    Attempt,
-    Expected,
-    Plan,
-    Round,
-    Verified,
-)
+from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, RUNS, TOO_FEW, Change, Measure, change_of
 from stepscope.analysis.time.summary import clean_step_ns, loop_of
+from stepscope.display import Shown
 from stepscope.formatting import plural, whole_percent
 from stepscope.trace.recording import Recording
+
+SAME, REORDERED, REDUCED, NOT_COMPARABLE = "same", "reordered", "reduced", "not comparable"
+TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2}
+"""Allowed difference of losses by effect on the arithmetic: none, reordered sums, or lower precision. Rounding to
+bfloat16's 8 bits is up to 0.4 %, and a step has many roundings."""
+AGREE, DIFFER, NOT_COMPARED = "agree", "differ", "not compared"
+NOISE_FACTOR = 2.0  # beyond the tolerance, this many times the distance of two runs without the change
+_LEAST_SCALE = 0.1
+"""Of the largest loss; smaller losses are compared with this instead, since relative differences near zero explode.
+"""
+_NO_LOSS = "no loss was found: call backward() on a single number, or stepscope.step(loss=…)"
+LOW_DTYPES = ("tf32", "bf16", "fp16", "fp8")
+
+Losses = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """How the losses with a change compare with those without it."""
+
+    verdict: str  # `agree`, `differ` or `not compared`
+    reason: str | None  # why they were not compared
+    arithmetic: str  # the change's effect on the arithmetic: `same`, `reordered`, `reduced`, `not comparable`
+    tolerance_share: float | None = None  # the allowed difference at each step
+    noise_share: float | None = None
+    """The largest difference between two runs without the change; 0 for a deterministic script."""
+    limit_share: float | None = None  # the limit that was applied: the tolerance plus twice the noise
+    difference_share: float | None = None
+    """The largest difference between a run with and one without the change: median over pairs; null if not finite."""
+    step: int | None = None  # the step of that difference, in the median pair
+    before: float | None = None  # the loss there without the change; null if not finite
+    after: float | None = None
+    num_steps: int = 0  # the fewest steps compared in any pair
+
+
+def check_losses(
+    before: Sequence[Losses],
+    after: Sequence[Losses],
+    arithmetic: str,
+    tolerance_share: float | None = None,
+    is_low: bool = False,
+) -> LossCheck:
+    """Return the comparison of losses (step → loss) of runs with a change and without; `is_low`: in low precision.
+
+    >>> check_losses([{0: 2.0}, {0: 2.0}], [{0: 2.1}], "reordered").verdict
+    'differ'
+    """
+    if arithmetic == NOT_COMPARABLE:
+        return LossCheck(NOT_COMPARED, "the change affects the training data", arithmetic)
+    if not all(before) or not all(after) or not before or not after:
+        return LossCheck(NOT_COMPARED, _NO_LOSS, arithmetic)
+    # In low precision, reordered sums differ as much as lower precision does.
+    known = TOLERANCE[REDUCED if is_low and arithmetic == REORDERED else arithmetic]
+    tolerance = known if tolerance_share is None else tolerance_share
+    pairs = [_distance(first, second) for first, second in product(before, after)]
+    num_steps = min(len(set(first) & set(second)) for first, second in product(before, after))
+    if not num_steps:
+        return LossCheck(
+            NOT_COMPARED, "runs with and without the change have no step in common", arithmetic, tolerance
+        )
+    noise = max((_distance(first, second)[0] for first, second in combinations(before, 2)), default=0.0)
+    if not math.isfinite(noise) or not any(map(math.isfinite, before[0].values())):
+        return LossCheck(NOT_COMPARED, "the loss is not finite without the change either", arithmetic, tolerance)
+    limit = tolerance + NOISE_FACTOR * noise
+    share, step, first, second = sorted(pairs, key=lambda pair: pair[0])[(len(pairs) - 1) // 2]
+    return LossCheck(
+        verdict=AGREE if share <= limit else DIFFER,
+        reason=None,
+        arithmetic=arithmetic,
+        tolerance_share=tolerance,
+        noise_share=noise,
+        limit_share=limit,
+        difference_share=_finite(share),
+        step=step,
+        before=_finite(first),
+        after=_finite(second),
+        num_steps=num_steps,
+    )
+
+
+def _distance(first: Losses, second: Losses) -> tuple[float, int, float, float]:
+    """Return the largest difference at a common step as a share of the first's loss, that step, and both losses."""
+    largest = max((abs(loss) for loss in first.values() if math.isfinite(loss)), default=0.0)
+    worst = (-1.0, -1, 0.0, 0.0)
+    for step in sorted(set(first) & set(second)):
+        one, other = first[step], second[step]
+        if math.isfinite(one) and math.isfinite(other):
+            scale = max(abs(one), _LEAST_SCALE * largest)
+            share = abs(other - one) / scale if scale else float(other != one)
+        else:
+            share = 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
+        if share > worst[0]:
+            worst = (share, step, one, other)
+    return worst
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+SCHEMA_VERSION = 1
+FASTER, SLOWER = "faster", "slower"
+FAILED, NOT_APPLIED, WRONG, INCOMPARABLE = "failed", "not applied", "wrong", "not comparable"
+STATUSES = (FASTER, NO_DIFFERENCE, TOO_FEW, SLOWER, WRONG, FAILED, INCOMPARABLE, NOT_APPLIED)  # the best first
+EXIT_WRONG, EXIT_UNDECIDED = 3, 4
+MIN_ROUNDS = 4  # with 3 and 3 runs, a two-sided rank test cannot get below p = 0.1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of the script."""
+
+    round: int  # 0 is the rehearsal, which checks that the change takes effect; it is not timed
+    recording: Recording | None
+    failure: str | None = None  # its error, in one line
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to verify, and how strictly."""
+
+    fix: str
+    arithmetic: str
+    lowers_to: Sequence[str] = ()
+    tolerance_share: float | None = None
+    threshold_share: float = 0.02
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What `stepscope diagnose` predicts for the fix."""
+
+    saving_ns: float | None
+    share: float | None  # `saving_ns` as a share of the recording's step
+    upper_bound: bool
+    confidence: str | None
+    reason: str | None  # why nothing is predicted
+
+
+@dataclass(frozen=True)
+class Round:
+    """The time per step of one pair of runs, in nanoseconds."""
+
+    before_ns: float
+    after_ns: float
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result for one fix."""
+
+    fix: str  # as typed
+    status: str
+    """`faster`, `slower`, `no difference shown`, `too few samples`; `wrong`: the losses differ; `failed`: the script
+    does not run with it; `not applied`: it changed nothing; `not comparable`."""
+    reason: str | None  # why, if the status is not a verdict on times
+    change: Change | None = None
+    """Change in step time, or in tokens (samples) per second if the batch changed; each sample is a whole run."""
+    saving_ns: float | None = None  # per step; null if the batch changed
+    rounds: tuple[Round, ...] = ()
+    losses: LossCheck | None = None
+    expected: Expected | None = None
+    changed: Mapping[str, int] = field(default_factory=dict)  # what the fix changed, and how often, in the rehearsal
+    left: Mapping[str, int] = field(default_factory=dict)  # what it did not change, and why
+    products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Dtype → its share of a step's FLOPs, without and with the fix."""
+    warmup_extra_ns: float | None = None  # how much longer the warm-up takes: compiling, starting workers
+    pays_after_steps: int | None = None  # steps until the fix makes up for that; null if it saves nothing
+    peak_bytes: tuple[int, int] | None = None  # peak allocated memory without and with it; null without a GPU
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """The result of `stepscope verify`; `to_json()` is what `--json` prints."""
+
+    command: str
+    folder: str  # folder with the recordings of all runs
+    device_name: str | None
+    torch: str | None
+    num_rounds: int
+    step_ns: float  # the time per step without any fix: the geometric mean of the runs
+    apart_share: float  # slowest run without any fix ÷ fastest, minus 1
+    fixes: tuple[Verified, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if every fix was measured and its losses agree, 3 if one failed or is wrong, else 4."""
+        statuses = {each.status for each in self.fixes}
+        if statuses & {FAILED, WRONG}:
+            return EXIT_WRONG
+        return EXIT_UNDECIDED if statuses & {NOT_APPLIED, INCOMPARABLE, TOO_FEW} else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object of plain values (docs/verify.md)."""
+        return {"schema_version": SCHEMA_VERSION, "exit_code": self.exit_code, **asdict(self)}
+
 
 _Runs = tuple[list[Recording], list[Recording]]  # the timed runs without and with the fix
 _SAME_WORK = 0.01  # batches of real text vary: units per step within this share are equal

@@ -5,11 +5,10 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.structure.compiled_modules import named_regions
 from stepscope.analysis.structure.intervals import spans, sweep, union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.modules import named_regions
+from stepscope.analysis.structure.nesting import ancestor, matches
 
 _REGION = "^Torch-Compiled Region"
 _LOOKUP = "^TorchDynamo Cache Lookup"

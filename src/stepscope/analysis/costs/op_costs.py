@@ -102,7 +102,7 @@ def op_costs(ops: pl.DataFrame, *, parameter_dtype: str | None = None) -> pl.Dat
     """
     import polars as pl
 
-    from stepscope.analysis.structure.names import with_answers
+    from stepscope.analysis.structure.nesting import with_answers
 
     def cost(name: str | None, *texts: str | None) -> OpCost:
         return op_cost(name or "", *texts, parameter_dtype=parameter_dtype)

@@ -14,7 +14,7 @@ from stepscope.analysis.costs.op_costs import COLUMNS, DTYPES, op_cost, touched_
 from stepscope.analysis.kernels.copies import moved_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches, with_answers
+from stepscope.analysis.structure.nesting import matches, with_answers
 from stepscope.devices import find_device
 
 BOUNDS = {

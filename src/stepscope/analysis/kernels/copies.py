@@ -10,8 +10,7 @@ from stepscope.analysis.costs.op_calls import ITEM_BYTES
 from stepscope.analysis.costs.op_costs import COLUMNS, DTYPES, OpCost, op_cost, parsed_list, touched_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import with_answers
-from stepscope.analysis.structure.nesting import is_named, outermost
+from stepscope.analysis.structure.nesting import is_named, outermost, with_answers
 
 KINDS = {
     "host_to_device": "A copy from the host's memory.",

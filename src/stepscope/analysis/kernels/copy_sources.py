@@ -9,9 +9,8 @@ from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.copies import COPYING, classified_copies, copies
 from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.precision.casts import EXPLICIT, LOW, parameter_shapes
-from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import ancestor, is_named, outermost
+from stepscope.analysis.structure.nesting import ancestor, is_named, outermost, python_callers
 from stepscope.analysis.structure.work import origins_of
 
 CAUSES = {

@@ -117,7 +117,7 @@ def classify_kernels(kernels: pl.DataFrame) -> pl.DataFrame:
     """
     import polars as pl  # training machines classify by name and have no Polars
 
-    from stepscope.analysis.structure.names import with_answers
+    from stepscope.analysis.structure.nesting import with_answers
 
     def answer(name: str | None, op: str | None, kind: str | None) -> tuple[str]:
         return (classify(name or "", op, kind or "kernel"),)

@@ -4,7 +4,7 @@ import polars as pl
 
 from stepscope.analysis.structure.intervals import last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import matches
 from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
 
 _NUM = pl.len().cast(pl.Int64)

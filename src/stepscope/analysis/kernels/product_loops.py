@@ -1,4 +1,4 @@
-"""Matrix products by how much of the GPU they fill (output tiles per SM), and loops over independent products.
+"""Loops over independent matrix products, how much of the GPU each fills, and experts of a mixture.
 
 A trace does not show data dependencies. Products are independent if the same weight shapes repeat with different
 numbers of rows, as in a loop over experts, or if one shape repeats with nothing computed in between that could lead
@@ -6,12 +6,17 @@ from a result to an input, as with one product per head.
 """
 
 import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.op_costs import operands
-from stepscope.analysis.structure.tensor_sizes import product
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import argument_values, operands
+from stepscope.analysis.structure.work import product
 
 # nvjet_sm90_tst_192x128_64x5, cutlass_80_tensorop_bf16_s16816gemm_128x64_…, tilesize128x128x64
 _TILE = re.compile(r"(?:_|tilesize|tile)(\d{1,3})x(\d{1,3})(?=[x_])")
@@ -141,3 +146,129 @@ def _are_independent(loop: pl.DataFrame, period: int) -> bool:
         return not is_sorted and is_alike.sum() <= _MOST_ALIKE * len(is_alike)
     is_one_shape = loop.select("inner", "num_columns").n_unique() == 1 and loop["inner"][0] != loop["num_columns"][0]
     return is_one_shape and not loop["has_work_before"][1:].any()
+
+
+_CHOOSING = {"aten::topk": None, "aten::argmax": 1, "aten::max": 1}  # experts per token; None if an argument gives it
+_MOST_EXPERTS = 1024
+
+
+@dataclass(frozen=True)
+class Router:
+    num_tokens: int
+    num_experts: int
+    num_chosen: int  # experts per token
+
+
+@dataclass(frozen=True)
+class Looped:
+    """Experts called one after the other, each with its own tokens, in one or several similar layers."""
+
+    loads: tuple[tuple[int, ...], ...]  # tokens of each call by layer; an expert without tokens may not be called
+    calls: tuple[int, ...]  # op rows of all layers
+
+    @property
+    def num_experts(self) -> int:
+        return max(len(layer) for layer in self.loads)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's tokens over the mean; the median over layers."""
+        shares = sorted(max(layer) * self.num_experts / sum(layer) for layer in self.loads)
+        return shares[len(shares) // 2]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Experts in one batched product with equal capacity."""
+
+    router: Router
+    capacity: int  # slots per expert
+    calls: tuple[int, ...]
+
+    @property
+    def filled_share(self) -> float:
+        """The largest share of slots that tokens can fill; above 1, tokens are dropped."""
+        router = self.router
+        return router.num_tokens * router.num_chosen / (router.num_experts * self.capacity)
+
+
+def routers(work: pl.DataFrame) -> list[Router]:
+    """Return the distinct routers in GPU work (`work.py`)."""
+    found = []
+    rows = work.filter(pl.col("op").cast(pl.String).is_in(list(_CHOOSING)), pl.col("phase").ne_missing("backward"))
+    for op, shapes, inputs in rows.select("op", "shapes", "inputs").unique().iter_rows():
+        given = [one for one in operands(shapes, None)[:1] if isinstance(one, Tensor)]
+        if not given or len(given[0].shape) < 2 or not 2 <= given[0].shape[-1] <= _MOST_EXPERTS:
+            continue
+        chosen, values = _CHOOSING[str(op)], argument_values(inputs) or ()
+        if chosen is None:
+            chosen = int(values[1]) if len(values) > 1 and values[1].isdigit() else None
+        shape = given[0].shape
+        if chosen and chosen < shape[-1] < prod(shape[:-1]):
+            found.append(Router(prod(shape[:-1]), shape[-1], chosen))
+    return list(dict.fromkeys(found))
+
+
+def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
+    """Return products with the same weight shape that split a layer's tokens unevenly, in one step's forward.
+
+    They are experts if their tokens add up to the same number in every layer, or to the router's number.
+    """
+    groups: dict[tuple[object, str, tuple[int, int]], list[tuple[int, int]]] = {}
+    for step, op, call, (_, rows, inner, columns) in _products(work, ("aten::mm", "aten::addmm")):
+        if rows:
+            groups.setdefault((step, op, (inner, columns)), []).append((rows, call))
+    given = {router.num_tokens * router.num_chosen for router in known}
+    found: dict[tuple[str, tuple[int, int]], Looped] = {}
+    for (_, op, weight), calls in groups.items():
+        loads = [rows for rows, _ in calls]
+        layers = _layers(loads, given) if len(set(loads)) > 2 else None
+        if layers:
+            before = found.get((op, weight), Looped((), ()))
+            numbers = (call for _, call in calls)
+            found[op, weight] = Looped((*before.loads, *layers), (*before.calls, *numbers))
+    return list(found.values())
+
+
+def padded_experts(work: pl.DataFrame, known: list[Router]) -> list[Padded]:
+    """Return batched products over a router's experts by capacity, with the fullest router that fits."""
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for _, _, call, (batch, rows, _, _) in _products(work, ("aten::bmm", "aten::baddbmm")):
+        by_size.setdefault((batch, rows), []).append(call)
+    found = []
+    for (num_experts, capacity), calls in by_size.items():
+        fitting = [router for router in known if router.num_experts == num_experts]
+        if fitting and capacity:
+            most = max(fitting, key=lambda router: router.num_tokens * router.num_chosen)
+            found.append(Padded(most, capacity, tuple(calls)))
+    return found
+
+
+def _products(
+    work: pl.DataFrame, ops: Collection[str]
+) -> Iterator[tuple[object, str, int, tuple[int, int, int, int]]]:
+    """Return matrix products outside the backward in order: step, op, call row, sizes as from `product`."""
+    is_product = pl.col("op").cast(pl.String).is_in(list(ops)) & pl.col("phase").ne_missing("backward")
+    rows = work.filter(is_product, pl.col("call").is_not_null()).unique("call", keep="first", maintain_order=True)
+    for step, op, call, shapes in rows.sort("call").select("step", "op", "call", "shapes").iter_rows():
+        sizes = product(op, operands(shapes, None))
+        if sizes is not None:
+            yield step, str(op), call, sizes
+
+
+def _layers(loads: list[int], given: set[int]) -> list[tuple[int, ...]] | None:
+    """Return loads split into runs of equal sum with two or more calls each; None if impossible."""
+    ends = {total: place for place, total in enumerate(accumulate(loads), 1)}
+    whole = sum(loads)
+    for part in sorted(ends):
+        num = whole // part
+        if whole % part or (num < 2 and part not in given):
+            continue
+        places = [ends.get(part * i) for i in range(1, num + 1)]
+        if None in places:
+            continue
+        borders = [0, *(place for place in places if place is not None)]
+        layers = [tuple(loads[a:b]) for a, b in pairwise(borders)]
+        if all(len(layer) > 1 for layer in layers):
+            return layers
+    return None

@@ -7,10 +7,8 @@ import polars as pl
 
 from stepscope.analysis.kernels.copies import COPYING, FILLING
 from stepscope.analysis.memory.account import BEFORE_THE_WINDOW
-from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import NO_ROW, climb, is_named, outermost
+from stepscope.analysis.structure.nesting import NO_ROW, climb, is_named, matches, outermost, python_callers
 from stepscope.errors import Unavailable
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}

@@ -13,7 +13,7 @@ from stepscope.analysis.costs.op_costs import DTYPES
 from stepscope.analysis.kernels.copies import bandwidth
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import with_answers
+from stepscope.analysis.structure.nesting import with_answers
 
 UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")

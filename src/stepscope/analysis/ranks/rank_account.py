@@ -21,7 +21,7 @@ from stepscope.analysis.time.idle_causes import idle_causes, idle_gaps, with_nex
 from stepscope.analysis.time.phases import PHASES
 from stepscope.analysis.time.syncs import syncs, syncs_summary
 from stepscope.errors import UsageError
-from stepscope.trace.nesting import nest
+from stepscope.trace.assemble import nest
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import Trace
 

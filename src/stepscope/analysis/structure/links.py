@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.analysis.kernels.kernel_classes import classify_kernels
-from stepscope.analysis.structure.compiled_modules import of_graph_kernels, with_compiled_code
-from stepscope.analysis.structure.modules import Modules, find_modules
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor, last_started
+from stepscope.analysis.structure.modules import Modules, find_modules, of_graph_kernels, with_compiled_code
+from stepscope.analysis.structure.nesting import ancestor, last_started, matches
 from stepscope.analysis.structure.steps import LABELS, Steps, at_times, find_steps
 from stepscope.analysis.time.gpu_time import with_activity
 from stepscope.trace.tables import Trace

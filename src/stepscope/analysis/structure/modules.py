@@ -1,12 +1,21 @@
-"""The module an event ran in, from Stepscope's own ranges or else from Python stacks."""
+"""The module an event ran in, from Stepscope's own ranges, Python stacks, or what the compiler wrote.
+
+Compiled code calls no modules. For each compiled graph, `compile.json` lists its kernel and library calls in order
+with their modules, under the key that the profiler uses too. Unknown calls belong to the module around them, else to
+`compiled region 0/0 (forward, model.py:12)`.
+"""
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.nesting import ancestor, matches
+from stepscope.trace.compile_file import entries
 
 MODULE_PREFIX = "stepscope.module/"  # prefix of module names, written by `recorder/trace_window.py`
 STACK_PREFIX = "nn.Module: "  # prefix of module classes, written by the profiler
@@ -50,3 +59,137 @@ def _paths(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     for row, name, outer in zip(calls["row"], calls["module"], around):  # parents have lower rows, so they come first
         paths[row] = f"{paths[outer]}.{name}" if outer is not None else name
     return pl.DataFrame({"row": calls["row"], "module": [paths[row] for row in calls["row"]]})
+
+
+_REGION = "^Torch-Compiled Region: "
+_GRAPH = "^## Call CompiledFxGraph "
+_FUNCTION = re.compile(r"^(.*) \((.*):(\d+)\)$")
+Calls = Sequence[tuple[str, str | None]]
+
+
+def with_compiled_code(host: pl.DataFrame, modules: Modules, compiler: Mapping[str, Any] | None) -> Modules:
+    """Return a trace's modules including those of compiled code; `compiler` is `compile.json`, if there is one."""
+    is_region, is_graph = matches(host["name"], _REGION), matches(host["name"], _GRAPH)
+    if not is_region.any() and not is_graph.any():
+        return modules
+    regions = _regions(host, modules, is_region, is_graph, compiler or {})
+    if not regions.is_empty():
+        source = "compiled" if modules.source == "none" else modules.source
+        modules = Modules(source, pl.concat([modules.calls, regions.cast({"module": pl.Categorical()})]))
+    return replace(modules, inlined=_inlined(host, modules, is_graph, compiler or {}, set(regions["module"])))
+
+
+def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
+    """Return the name of a compiled region from its number and function.
+
+    >>> region_name("0/0", {"regions": {"0/0": "forward (/me/model.py:12)"}})
+    'compiled region 0/0 (forward, model.py:12)'
+    """
+    functions = compiler.get("regions")
+    function = functions.get(compile_id) if isinstance(functions, dict) else None
+    match = _FUNCTION.match(str(function))
+    where = f" ({match.group(1)}, {PurePath(match.group(2)).name}:{match.group(3)})" if match else ""
+    return f"compiled region {compile_id}{where}"
+
+
+def named_regions(names: pl.Series, compiler: Mapping[str, Any]) -> pl.Series:
+    """Return the profiler's names `Torch-Compiled Region: 0/0` replaced by `region_name`."""
+    named = [region_name(name.partition(":")[2].strip(), compiler) for name in names]
+    return pl.Series(names.name, named, dtype=pl.String)
+
+
+def calls_by_graph(compiler: Mapping[str, Any]) -> dict[str, Calls]:
+    """Return each compiled graph's calls in order with their modules, by graph key."""
+    found: dict[str, Calls] = {}
+    for graph in entries(compiler, "compiled_calls"):
+        calls = graph.get("calls")
+        if isinstance(graph.get("key"), str) and isinstance(calls, list):
+            pairs = [call for call in calls if isinstance(call, list) and len(call) == 2]
+            found[graph["key"]] = [(str(n), module if isinstance(module, str) else None) for n, module in pairs]
+    return found
+
+
+def _regions(
+    host: pl.DataFrame, modules: Modules, is_region: pl.Series, is_graph: pl.Series, compiler: Mapping[str, Any]
+) -> pl.DataFrame:
+    """Return regions, and graphs outside regions, that no module contains: `row`, `module`."""
+    is_call = host["row"].is_in(modules.calls["row"].implode())
+    is_in_module = ancestor(host, is_call).is_not_null()
+    regions = host.select("row", pl.col("name").cast(pl.String)).filter(is_region & ~is_in_module)
+    regions = regions.select("row", named_regions(regions["name"], compiler).alias("module"))
+    # A backward is named after its forward. Graphs of old torch versions have only a key.
+    alone = is_graph & ~is_in_module & ancestor(host, is_region).is_null() & host["forward"].is_null()
+    graphs = host.select("row", pl.col("name").cast(pl.String)).filter(alone)
+    keys = graphs["name"].str.extract(r"CompiledFxGraph (\S{1,8})")
+    graphs = graphs.select("row", ("compiled graph " + keys.fill_null("?")).alias("module"))
+    return pl.concat([regions, graphs])
+
+
+def _inlined(
+    host: pl.DataFrame, modules: Modules, is_graph: pl.Series, compiler: Mapping[str, Any], regions: set[str]
+) -> pl.DataFrame | None:
+    """Return calls made directly by a compiled graph, with the module from Inductor: `row`, `module`."""
+    calls = calls_by_graph(compiler)
+    if not calls:
+        return None
+    whole = {None, *regions, *_roots(host, modules)}  # not part of module paths
+    key = pl.col("name").cast(pl.String).str.extract(r"CompiledFxGraph (\S+)").alias("key")
+    graphs = host.select("row", key, modules.of_rows(host).cast(pl.String).alias("around")).filter(is_graph)
+    graphs = graphs.filter(pl.col("key").is_in(list(calls)))
+    made = host.filter(host["parent"].is_in(graphs["row"].implode()))
+    made = made.select(pl.col("parent").alias("row"), pl.col("row").alias("call"), pl.col("name").cast(pl.String))
+    found: list[tuple[int, str]] = []
+    made = made.group_by("row", maintain_order=True).agg("call", "name")
+    for _, key, outer, rows, names in graphs.join(made, on="row", maintain_order="left").iter_rows():
+        for call, module in zip(rows, modules_in_order(names, calls[key])):
+            if module:  # else the surrounding module, or the region
+                found.append((call, module if outer in whole else f"{outer}.{module}"))
+    return pl.DataFrame(found, schema={"row": pl.UInt32(), "module": pl.Categorical()}, orient="row")
+
+
+def modules_in_order(seen: Sequence[str], calls: Calls) -> list[str | None]:
+    """Return the module of each observed call: the k-th call of a name is the k-th in the code.
+
+    If the numbers differ (some torch versions rename calls), a module is given only if all calls of the name share
+    it.
+
+    >>> modules_in_order(["mm", "add", "mm"], [("mm", "a"), ("add", "b"), ("mm", "c")])
+    ['a', 'b', 'c']
+    """
+    by_name: dict[str, list[str | None]] = {}
+    for name, module in calls:
+        by_name.setdefault(name, []).append(module)
+    num_seen, places, found = Counter(seen), Counter[str](), []
+    for name in seen:
+        modules = by_name.get(name, [])
+        if len(modules) == num_seen[name]:
+            found.append(modules[places[name]])
+            places[name] += 1
+        else:
+            found.append(modules[0] if len(set(modules)) == 1 else None)
+    return found
+
+
+def _roots(host: pl.DataFrame, modules: Modules) -> set[str]:
+    """Return the name of the only root module, which is not part of module paths."""
+    is_call = host["row"].is_in(modules.calls["row"].implode())
+    above = ancestor(host, is_call).gather(host["parent"]).gather(modules.calls["row"])
+    outer = set(modules.calls["module"].cast(pl.String).filter(above.is_null()))
+    labeled = {name for name in outer if not name.startswith("compiled ")}
+    return labeled if len(labeled) == 1 else set()
+
+
+def of_graph_kernels(device: pl.DataFrame, host: pl.DataFrame, compiler: Mapping[str, Any] | None) -> pl.DataFrame:
+    """Return GPU work with the module of CUDA graph kernels, if only one module has kernels of that name."""
+    known: dict[str, set[str]] = {}
+    for calls in calls_by_graph(compiler or {}).values():
+        for name, module in calls:
+            if name.startswith("triton_"):
+                known.setdefault(name, set()).add(module or "")
+    named = {name: next(iter(found)) for name, found in known.items() if len(found) == 1 and "" not in found}
+    is_replayed = matches(host["name"], "GraphLaunch").gather(device["launch"]).fill_null(False)
+    if not named or not is_replayed.any():
+        return device
+    replayed = device["name"].cast(pl.String).replace_strict(named, default=None, return_dtype=pl.String)
+    module = replayed.zip_with(is_replayed & replayed.is_not_null(), device["module"].cast(pl.String))
+    return device.with_columns(module.cast(pl.Categorical()).alias("module"))

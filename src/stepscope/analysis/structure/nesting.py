@@ -1,10 +1,34 @@
-"""Lookups in a thread's tree of host events."""
+"""Lookups among host events: by name, up a thread's tree, and the user's function around an event."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.structure.names import matches
+
+def matches(names: pl.Series, pattern: str) -> pl.Series:
+    """Return which names (Categorical) match a regular expression; null does not match.
+
+    >>> matches(pl.Series(["aten::mm", "cudaLaunchKernel", None], dtype=pl.Categorical), "^aten").to_list()
+    [True, False, False]
+    """
+    different = names.unique().drop_nulls()
+    found = different.filter(different.cast(pl.String).str.contains(pattern))
+    return names.is_in(found.implode()).fill_null(False)
+
+
+def with_answers(
+    table: pl.DataFrame,
+    keys: Sequence[str],
+    function: Callable[..., Sequence[Any]],
+    schema: Mapping[str, pl.DataType],
+) -> pl.DataFrame:
+    """Return a table with columns (`schema`) that a function computes from the texts of its `keys`."""
+    distinct = table.select(keys).unique(maintain_order=True)
+    rows = [function(*texts) for texts in distinct.cast(pl.String).iter_rows()]
+    answers = distinct.hstack(pl.DataFrame(rows, schema=schema, orient="row"))
+    return table.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
+
 
 _HIGHEST = 64  # limit on steps up: links in a damaged trace may form a cycle
 NO_ROW = pl.Series([None], dtype=pl.UInt32)
@@ -52,3 +76,22 @@ def is_named(host: pl.DataFrame, names: Collection[str]) -> pl.Series:
 
 def is_aten_op(host: pl.DataFrame) -> pl.Series:
     return (host["kind"] == "op") & matches(host["name"], "^aten::")
+
+
+_FUNCTION = r"\.py\(\d+\): "
+# The profiler removes the package folder from a path if it knows it.
+_NOT_THE_USERS = (
+    r"(^|-packages/|/python3\.\d+/)(torch|torchvision|numpy|importlib|asyncio|logging|multiprocessing|concurrent|json)/"
+    r"|(^|/python3\.\d+/)(contextlib|functools|threading|runpy|traceback|linecache|copy|random|gc|socket|pickle)\.py\("
+    r"|^<"
+)
+
+
+def python_callers(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
+    """Return the user's innermost function around each row (`train.py(12): step`); null without Python stacks."""
+    is_function = (host["kind"] == "python") & matches(host["name"], _FUNCTION)
+    if not is_function.any():
+        return pl.repeat(None, len(rows), dtype=pl.String, eager=True).alias("caller")
+    around = ancestor(host, is_function & ~matches(host["name"], _NOT_THE_USERS)).gather(rows)
+    names: pl.Series = host["name"].gather(around).cast(pl.String)
+    return names.alias("caller")

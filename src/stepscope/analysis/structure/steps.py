@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.analysis.structure.intervals import intersect, last_covering, spans, sweep, union
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.nesting import ancestor, matches
 from stepscope.analysis.time.phases import PHASES
 
 _NO_THREAD = 2**32 - 1

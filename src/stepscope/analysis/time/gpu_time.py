@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 import polars as pl
 
 from stepscope.analysis.structure.intervals import spans, sweep
-from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import matches
 
 COMMUNICATION_NAMES = "(?i)nccl|rccl"  # NCCL and RCCL kernels: communication in `docs/accounting.md`
 _ACTIVITIES = ("compute", "communication", "memory")

@@ -4,7 +4,7 @@ import polars as pl
 
 from stepscope.analysis.structure.intervals import complement, last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import matches
 
 CAUSES = {
     "launch": "The host was inside an op or a launch, and the GPU waited for the next kernel: launch-bound.",

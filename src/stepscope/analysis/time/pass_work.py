@@ -3,7 +3,7 @@
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.tensor_sizes import PRODUCTS
+from stepscope.analysis.structure.work import PRODUCTS
 
 GEMM, OTHER = "gemm", "other"
 MATMUL, SOFTMAX, COPIES, REST = "matmul", "softmax", "copies", "scale and mask"

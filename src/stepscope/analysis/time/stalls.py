@@ -5,9 +5,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import matches, python_callers
 from stepscope.analysis.structure.steps import at_times
 from stepscope.analysis.time.idle_causes import CAUSES, PLANNING_NS, by_host
 from stepscope.analysis.time.replay import Replay

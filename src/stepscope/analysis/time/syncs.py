@@ -7,8 +7,7 @@ import polars as pl
 from stepscope.analysis.kernels.copies import direction
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import with_answers
-from stepscope.analysis.structure.nesting import is_aten_op, outermost
+from stepscope.analysis.structure.nesting import is_aten_op, outermost, with_answers
 
 KINDS = {
     "host_wait": "The host waited for the device.",

@@ -7,7 +7,7 @@ import polars as pl
 
 from stepscope.analysis.structure.intervals import union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import matches
 from stepscope.analysis.time.replay import Change
 from stepscope.errors import UsageError
 

@@ -10,7 +10,7 @@ from stepscope.document.tables import columns_of
 from stepscope.errors import Unavailable
 from stepscope.formatting import average, duration, percent, safe
 from stepscope.session import Session
-from stepscope.session.attention import AttentionReport
+from stepscope.session.reports import AttentionReport
 
 NONE = "no scaled_dot_product_attention or FlexAttention call found; handwritten attention shows as ordinary ops"
 SOURCES = {

@@ -12,9 +12,9 @@ from stepscope.document.model import Document, Fact, Facts, Missing, Part, Secti
 from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
 from stepscope.findings.compiler_report import TRACE_ALONE, CompilerReport, compiler_report
-from stepscope.findings.rule import compile_entries, count_of
 from stepscope.formatting import average, count, duration, percent, plural, safe, significant
 from stepscope.session import Session
+from stepscope.trace.compile_file import count_of, entries
 
 STAGES = {
     "dynamo": "reading Python",
@@ -151,7 +151,9 @@ def _cell(value: Any) -> Value:
 def _recorded(session: Session) -> Iterator[Table]:
     """Yield every recompile with its guards, and the steps in which something was compiled."""
     names = "place function:frame guards_that_failed:failed_guards"
-    yield from _list("recompiles", "recompiles", compile_entries(session.case, "recompiles"), names, page_only=True)
+    yield from _list(
+        "recompiles", "recompiles", entries(session.case.compile_report, "recompiles"), names, page_only=True
+    )
     if compiling := [sample for sample in session.recording.samples if sample.num_compiles]:
         columns = columns_of(compiling, "step window host_ns:wall_ns num_compiles")
         note = "left out of the clean steps' figures"

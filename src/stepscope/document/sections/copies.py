@@ -9,7 +9,7 @@ from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
 from stepscope.formatting import average, duration, percent, safe, size
 from stepscope.session import Session
-from stepscope.session.copies import CopiesReport
+from stepscope.session.reports import CopiesReport
 
 NUM_BARS = 12
 PHASES = ("data", "forward", "backward", "optimizer")

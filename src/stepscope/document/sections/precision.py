@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dtype, products_by_dtype
+from stepscope.analysis.precision.casts import casts_by_use, flops_by_dtype, products_by_dtype
 from stepscope.document.card_figures import precision_words
 from stepscope.document.model import Bars, Fact, Facts, Missing, Part, Series, Table
 from stepscope.document.sections.memory import live_table

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepscope.analysis.ranks.rank_account import RankAccount
-from stepscope.analysis.time import step_samples
+from stepscope.analysis.time import step_times
 from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
 from stepscope.analysis.time.statistics import Distribution
-from stepscope.analysis.time.step_samples import Outlier, TimedStep
+from stepscope.analysis.time.step_times import Outlier, TimedStep
 from stepscope.analysis.time.summary import Summary, clean_step_ns
 from stepscope.document.card_figures import step_facts
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text
@@ -46,7 +46,7 @@ def parts(session: Session) -> tuple[Part, ...]:
 
 
 def _recorded(recording: Recording, summary: Summary) -> Iterator[Part]:
-    steps = step_samples.timed_steps(recording, summary.clock)
+    steps = step_times.timed_steps(recording, summary.clock)
     yield Facts((*step_facts(summary), *_facts(steps, summary)))
     yield _over_time(steps, summary)
     if summary.step_ns is None:
@@ -54,7 +54,7 @@ def _recorded(recording: Recording, summary: Summary) -> Iterator[Part]:
     else:
         yield from _phases([step for step in steps if step.sample.window == "clean"])
         yield _distribution(clean_step_ns(recording), summary.step_ns)
-        yield from _outliers(step_samples.outliers(steps), summary, recording)
+        yield from _outliers(step_times.outliers(steps), summary, recording)
     yield _samples(steps)
 
 
@@ -126,7 +126,7 @@ def _names(steps: Sequence[TimedStep]) -> list[str]:
 
 
 def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
-    bins = step_samples.histogram([float(ns) for ns in samples])
+    bins = step_times.histogram([float(ns) for ns in samples])
     width = bins[0].high - bins[0].low
     labels = [f"{milliseconds(one.low, width)} to {milliseconds(one.high, width)}" for one in bins]
     if len(set(labels)) < len(labels):
@@ -140,10 +140,10 @@ def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
 def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) -> Iterator[Part]:
     if not found:
         text = f"{plural(summary.num_clean, 'clean step is', 'clean steps are')} too few to find outliers."
-        if summary.num_clean >= step_samples.FEWEST:
+        if summary.num_clean >= step_times.FEWEST:
             text = (
-                f"No outliers: no step is more than {step_samples.FENCE:.0f} interquartile ranges above the third "
-                f"quartile of its window and {percent(step_samples.LEAST_EXCESS_SHARE)} above its median."
+                f"No outliers: no step is more than {step_times.FENCE:.0f} interquartile ranges above the third "
+                f"quartile of its window and {percent(step_times.LEAST_EXCESS_SHARE)} above its median."
             )
         yield Text(text)
         return

@@ -6,8 +6,7 @@ from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary,
 from stepscope.document import model, sweep_table
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
 from stepscope.document.sections import sweep_charts as charts
-from stepscope.document.sections.sweep_axes import Layout, axis_of, label, layout_of
-from stepscope.document.sections.sweep_charts import TIME, Measure, time_text
+from stepscope.document.sections.sweep_charts import TIME, Layout, Measure, axis_of, label, layout_of, time_text
 from stepscope.document.sweep_table import BEST, NOISY, TIED
 from stepscope.document.tables import plain, without_empty
 from stepscope.formatting import cell, plural, safe

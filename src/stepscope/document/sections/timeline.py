@@ -1,25 +1,127 @@
-"""The section `timeline`: what a page needs to draw a trace at any zoom, in a few hundred kilobytes."""
+"""The section `timeline`: what a page needs to draw a trace at any zoom, in a few hundred kilobytes.
+
+Numbers have at most 32 bits, and times are ticks. If neighbors in a column are similar, it is stored as differences
+modulo 2³², with the sign in the lowest bit. The lowest bytes of all numbers come first, then the next ones, up to the
+highest that is not zero everywhere, which compresses well.
+"""
+
+from __future__ import annotations
 
 import gzip
 import json
+import struct
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_timeline
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.time.replay import typical_steps
 from stepscope.document.model import Timeline
-from stepscope.document.timeline.bytes import Bytes, Clock
 from stepscope.document.timeline.colors import colors
 from stepscope.document.timeline.details import KINDS, TEXTS, details, strings
-from stepscope.document.timeline.lanes import TABLES, Lanes
 from stepscope.document.timeline.levels import Kept, keep, levels
-from stepscope.document.timeline.memory import Curve, memory_curves
-from stepscope.document.timeline.tracks import lanes_of
+from stepscope.document.timeline.tracks import TABLES, Lanes, lanes_of
 from stepscope.formatting import duration, listed, plural
 from stepscope.session import Session
+
+_MODULUS = 1 << 32
+
+
+class Bytes:
+    """Columns one after the other."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, numbers: pl.Series, delta: bool = False) -> dict[str, Any]:
+        """Append a column and return what a reader needs: `at`, `num`, `planes`, `delta`."""
+        plain = numbers.cast(pl.Int64)
+        if delta:
+            change = plain.diff().fill_null(plain.head(1)) if len(plain) else plain
+            signed = (change + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+            plain = pl.select(pl.when(signed < 0).then(-2 * signed - 1).otherwise(2 * signed)).to_series()
+        planes = max(1, -(-int(plain.max() or 0).bit_length() // 8))
+        place = {"at": len(self._data), "num": len(plain), "planes": planes, "delta": delta}
+        words = struct.pack(f"<{len(plain)}I", *plain.to_list())
+        for plane in range(planes):
+            self._data += words[plane::4]
+        return place
+
+    def add_text(self, text: str) -> dict[str, int]:
+        """Append text as UTF-8 and return `at` and `bytes`."""
+        data, at = text.encode("utf-8", "replace"), len(self._data)
+        self._data += data
+        return {"at": at, "bytes": len(data)}
+
+    def joined(self) -> bytes:
+        return bytes(self._data)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Converts nanoseconds to ticks of one nanosecond, or longer ones if the whole has more than 2³² of them."""
+
+    origin_ns: int
+    tick_ns: float
+    total: int
+
+    @classmethod
+    def of(cls, start_ns: int, end_ns: int) -> Clock:
+        length, most = max(1, end_ns - start_ns), _MODULUS - 1
+        return cls(start_ns, max(1.0, length / most), min(most, length))
+
+    def ticks(self, time: str) -> pl.Expr:
+        """Return a column of times in ticks since the start of the window."""
+        since = pl.col(time) - self.origin_ns
+        exact = since if self.tick_ns == 1.0 else (since / self.tick_ns).floor()
+        return exact.cast(pl.Int64).clip(0, self.total)
+
+    def placed(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return events with their `start` and `end` in ticks."""
+        return frame.with_columns(start=self.ticks("start_ns"), end=self.ticks("end_ns"))
+
+
+MOST_POINTS = 16_000  # points of all curves together
+_MOST_CURVES = 8
+_LEAST_BYTES = 1 << 20
+"""A second curve needs at least this: a host that only feeds its GPU has no curve worth drawing."""
+_MOST_UNITS = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    title: str
+    points: pl.DataFrame  # `time` in ticks, `allocated` and `reserved` in units of `unit_bytes`
+    unit_bytes: int  # 1, or the smallest power of two with which all values fit into 32 bits
+    has_reserved: bool
+    num_all: int  # points before thinning
+
+
+def memory_curves(linked: Linked, clock: Clock) -> list[Curve]:
+    """Return the curves of all devices, those of GPUs first."""
+    devices = sorted(memory_devices(linked), key=lambda device: (device[0] == 0, device))[:_MOST_CURVES]
+    curves: list[Curve] = []
+    for number, index in devices:
+        name = DEVICE_TYPES.get(number, str(number))
+        most = MOST_POINTS // (4 if number == 0 else max(1, sum(other != 0 for other, _ in devices)))
+        points = memory_timeline(linked, name, index, most)
+        highest = max(int(points[column].max() or 0) for column in ("allocated_bytes", "reserved_bytes"))  # type: ignore[arg-type]
+        if curves and highest < _LEAST_BYTES:
+            continue
+        unit = 1
+        while highest // unit > _MOST_UNITS:
+            unit *= 2
+        sizes = pl.col("allocated_bytes", "reserved_bytes").fill_null(0).clip(0) // unit
+        title = "Memory of the host" if number == 0 else f"Memory of {name}:{index}"
+        ticks = points.select(sizes.name.replace("_bytes$", ""), time=clock.ticks("time_ns"))
+        is_own = (pl.col("device_type") == number) & (pl.col("device") == index).fill_null(True)
+        has_reserved = points["reserved_bytes"].null_count() < points.height
+        curves.append(Curve(title, ticks, unit, has_reserved, linked.memory.filter(is_own).height))
+    return curves
+
 
 MOST_EVENTS = 150_000  # events drawn one by one
 MOST_BLOCKS = 30_000  # blocks on a level

@@ -4,13 +4,12 @@ import re
 
 import polars as pl
 
-from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.modules import MODULE_PREFIX
-from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.nesting import ancestor, python_callers
 from stepscope.analysis.structure.steps import PHASE_PREFIX
 from stepscope.document.kernel_names import short_name
-from stepscope.document.timeline.lanes import TABLES
+from stepscope.document.timeline.tracks import TABLES
 from stepscope.formatting import safe
 
 KINDS = (

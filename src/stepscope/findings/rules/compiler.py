@@ -10,18 +10,7 @@ import polars as pl
 from stepscope.analysis.compiler.compile_summary import split_guard
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.findings.rule import (
-    LENGTH,
-    Case,
-    Evidence,
-    Finding,
-    Unavailable,
-    compile_entries,
-    compile_report,
-    count_of,
-    one_finding,
-    rule,
-)
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, count_of, entries, one_finding, rule
 from stepscope.formatting import duration, plural
 from stepscope.session.case import WORTH_SHARE
 
@@ -29,7 +18,7 @@ from stepscope.session.case import WORTH_SHARE
 @rule
 def compile_not_amortized(case: Case) -> list[Finding]:
     """Did torch.compile take longer than the run could save?"""
-    recording, report = case.recording, compile_report(case)
+    recording, report = case.recording, case.compile_report
     if not report.get("num_compiles"):
         return []
     seconds, step_ns = report.get("compile_seconds"), case.clean_ns
@@ -65,8 +54,8 @@ _MANY_SIZES = 8  # CUDA graphs of one function; with more, most steps record a g
 @rule
 def graph_breaks(case: Case) -> list[Finding]:
     """Does torch.compile split the model into pieces, or fail to use CUDA graphs?"""
-    breaks = sorted(compile_entries(case, "graph_breaks"), key=count_of, reverse=True)
-    return [*_breaks(case, breaks), *_sizes(compile_report(case).get("cuda_graphs"))]
+    breaks = sorted(entries(case.compile_report, "graph_breaks"), key=count_of, reverse=True)
+    return [*_breaks(case, breaks), *_sizes(case.compile_report.get("cuda_graphs"))]
 
 
 def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
@@ -156,7 +145,7 @@ def _planning(case: Case) -> list[Finding]:
     try:
         planning = case.stalls.filter(pl.col("kind") == "compile")
     except Unavailable:
-        if not compile_report(case):
+        if not case.compile_report:
             raise
         return _compiling_steps(case)
     saving_ns = case.host_saving_ns(planning)
@@ -194,7 +183,7 @@ def _planning(case: Case) -> list[Finding]:
 
 def _compiling_steps(case: Case) -> list[Finding]:
     """Return a finding if clean steps that compiled took longer than the others and no traced step shows it."""
-    if not compile_report(case):
+    if not case.compile_report:
         return []
     timed = case.recording.window("clean")
     quiet = [sample.wall_ns for sample in timed if not sample.num_compiles]
@@ -219,7 +208,7 @@ def _compiling_steps(case: Case) -> list[Finding]:
 
 
 def _stopped_compiling(case: Case) -> list[Finding]:
-    hits = compile_entries(case, "recompile_limit_hits")
+    hits = entries(case.compile_report, "recompile_limit_hits")
     if not hits:
         return []
     first = max(hits, key=count_of)
@@ -239,7 +228,7 @@ def _guard(case: Case) -> str | None:
     """Return the guard that failed most often, as torch.compile prints it, or None."""
     texts = [
         str(entry["failed_guards"][0])
-        for entry in compile_entries(case, "recompiles")
+        for entry in entries(case.compile_report, "recompiles")
         if isinstance(entry.get("failed_guards"), list) and entry["failed_guards"]
     ]
     if not texts:
@@ -249,7 +238,7 @@ def _guard(case: Case) -> str | None:
 
 
 def _guards(case: Case) -> tuple[Evidence, ...]:
-    rows = compile_entries(case, "recompiles")[:8]
+    rows = entries(case.compile_report, "recompiles")[:8]
     return (Evidence("recompiles", rows),) if rows else ()
 
 

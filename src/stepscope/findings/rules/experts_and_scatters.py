@@ -8,7 +8,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import scatter_ns
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.analysis.kernels.experts import Looped, Padded, looped_experts, padded_experts, routers
+from stepscope.analysis.kernels.product_loops import Looped, Padded, looped_experts, padded_experts, routers
 from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, rule
 from stepscope.formatting import plural, size, whole_percent
 

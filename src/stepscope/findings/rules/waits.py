@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.kernels.nan_checks import stack_writing_ops
+from stepscope.analysis.kernels.extra_work import stack_writing_ops
 from stepscope.analysis.time.waits import mask_indexing
 from stepscope.errors import if_available
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, one_finding, rule, stretches

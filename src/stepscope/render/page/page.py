@@ -18,8 +18,7 @@ from stepscope.document.model import Document, Section, Timeline
 from stepscope.formatting import heading
 from stepscope.render.files import missing
 from stepscope.render.page import elements
-from stepscope.render.page.elements import escape, with_code
-from stepscope.render.page.finding_cards import findings_html
+from stepscope.render.page.elements import escape, findings_html, with_code
 from stepscope.render.page.plotly_charts import figure_of
 
 _HERE = Path(__file__).parent

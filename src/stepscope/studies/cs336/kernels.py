@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.time.warmups import PASSES
+from stepscope.analysis.time.step_times import PASSES
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural
 from stepscope.studies.cs336.passes import beside, figure, gpu_work_ns, model_of, plain, work_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.time.warmups import by_warmup
+from stepscope.analysis.time.step_times import by_warmup
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural
 from stepscope.studies.cs336.note import OUT_OF_MEMORY, PROFILED_OVER_BENCHMARKED, note

@@ -1,4 +1,4 @@
-"""Chains of elementwise kernels on one tensor, and the bytes that one fused kernel would move."""
+"""Work that one fused kernel could do: passes over full logits, and chains of elementwise kernels on one tensor."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -7,14 +7,64 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.op_calls import Operand, Tensor
+from stepscope.analysis.costs.op_calls import ITEM_BYTES, Operand, Tensor
 from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.structure.work import product
+
+LEAST_VOCABULARY = 4096
+_LOSS = ("log_softmax", "prepare_softmax_online", "cross_entropy")
+_LOGITS = {
+    "num_tokens": pl.Int64(), "vocabulary": pl.Int64(), "item_bytes": pl.Int64(), "event": pl.Int64(),
+    "op": pl.String(), "phase": pl.String(), "duration_ns": pl.Int64(), "is_product": pl.Boolean(),
+    "is_loss": pl.Boolean(),
+}  # fmt: skip
+
+
+def logits(sized: pl.DataFrame) -> pl.DataFrame:
+    """Return GPU work on logits, one row per event, from work with sizes (`with_sizes`).
+
+    They are found where a product creates tokens × vocabulary and a log-softmax has as many elements. `item_bytes` is
+    the product's dtype size, `is_product` marks products of the last layer, `is_loss` kernels of the log-softmax.
+    """
+    rows = [
+        row
+        for row in sized.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
+        if row["shape"] and row["kind"] == "kernel" and row["phase"] != "optimizer"
+    ]
+    in_loss = {
+        (prod(row["shape"]), row["shape"][-1])
+        for row in rows
+        if _is_loss(row) and row["shape"][-1] >= LEAST_VOCABULARY
+    }
+    made: dict[tuple[int, int], int] = {}
+    for row in rows:
+        given = operands(row["shapes"], row["dtypes"])
+        sizes = product(row["op"], given)
+        if sizes is not None and sizes[3] > sizes[2]:
+            key = (sizes[0] * sizes[1] * sizes[3], sizes[3])
+            tensors = [one for one in given if isinstance(one, Tensor)]
+            made.setdefault(key, ITEM_BYTES.get(tensors[0].dtype or "", 4))
+    found: list[dict[str, Any]] = []
+    for num_elements, vocabulary in in_loss & made.keys():
+        item_bytes = made[num_elements, vocabulary]
+        whole = {"num_tokens": num_elements // vocabulary, "vocabulary": vocabulary, "item_bytes": item_bytes}
+        for row in rows:
+            if prod(row["shape"]) == num_elements and vocabulary in row["shape"][-2:]:
+                is_product = product(row["op"], operands(row["shapes"], None)) is not None
+                found.append({**row, **whole, "is_product": is_product, "is_loss": _is_loss(row)})
+    return pl.DataFrame(found, schema=_LOGITS)
+
+
+def _is_loss(row: dict[str, Any]) -> bool:
+    """Return whether the op's name, or that of the Inductor kernel that fuses it, is a loss's."""
+    return any(word in f"{row['op']} {row['name']}" for word in _LOSS)
+
 
 LEAST_LENGTH = 3  # minimum number of kernels; two in a row occur in any model
 _SMALL = 1 / 32  # smaller tensors, as a share of the chain's, are part of it: row means, scales
 _ALONG = ("memset_memcpy",)
 _WITH_WEIGHT = {f"aten::{name}" for name in ("linear", "matmul", "mm", "addmm", "conv1d", "conv2d", "conv3d")}
-_SCHEMA = {
+_CHAINS = {
     "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
     "ops": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(), "fused_bytes": pl.Int64(),
     "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
@@ -65,7 +115,7 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
             chain.members.append(row)
             chain.length += role == "link"
     rows += _chain_rows(chain)
-    return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+    return pl.DataFrame(rows, schema=_CHAINS, orient="row")
 
 
 def _role(row: dict[str, Any]) -> str:

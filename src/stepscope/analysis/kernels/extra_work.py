@@ -1,10 +1,9 @@
-"""NaN and infinity checks whose result the program reads: their GPU work, and whether autograd makes them."""
+"""GPU work that training does not need: NaN checks whose result the program reads, and recomputed forwards."""
 
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import is_aten_op, outermost
+from stepscope.analysis.structure.nesting import ancestor, is_aten_op, matches, outermost
 
 _TESTING = ["aten::isnan", "aten::isfinite", "aten::isinf"]
 _REDUCING = [
@@ -66,3 +65,55 @@ def stack_writing_ops(linked: Linked) -> pl.DataFrame:
     table = pl.DataFrame(rows, schema=dict.fromkeys(("start_ns", "end_ns", "excess_ns"), pl.Int64), orient="row")
     left = 1 - pl.col("excess_ns") / (pl.col("end_ns") - pl.col("start_ns"))
     return table.select("start_ns", "end_ns", left.clip(0, 1).alias("factor"))
+
+
+def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
+    """Return outermost ops that ran again inside the backward, by time, with their GPU work in `events`.
+
+    Autograd numbers an op when it records a gradient through it. In a backward, that happens only if a forward is
+    recomputed or with `create_graph=True`; in the latter case, no forward in the trace has such an op with these
+    shapes.
+    """
+    host = linked.host
+    is_node = _is_node(host)
+    is_inside = ancestor(host, is_node).is_not_null() & ~is_node
+    candidates = host.filter(_is_numbered(host) & is_inside, host["shapes"].is_not_null())
+    key = ("name", "shapes", "dtypes")
+    ahead = host.filter((host["kind"] == "op") & ~is_inside & ~is_node, host["shapes"].is_not_null())
+    rows = candidates.join(ahead, on=key, how="semi", nulls_equal=True)["row"]
+    is_again = host["row"].is_in(rows.implode())
+    tops = rows.filter(ancestor(host, is_again).gather(host["parent"].gather(rows)).is_null())
+    top_of = host.select("row", ancestor(host, host["row"].is_in(tops.implode())).alias("top")).drop_nulls()
+    done = work.select(pl.col("call").alias("row"), pl.col("event").cast(pl.Int64), "duration_ns").join(
+        top_of, on="row"
+    )
+    done = done.group_by("top").agg(pl.col("event").cast(pl.Int64).alias("events"), pl.col("duration_ns").sum())
+    taken = linked.memory.filter(pl.col("bytes") > 0, pl.col("device_type") != 0)
+    taken = taken.select(pl.col("op").alias("row"), pl.col("bytes").alias("allocated_bytes")).join(top_of, on="row")
+    taken = taken.group_by("top").agg(pl.col("allocated_bytes").sum())
+    return (
+        host.join(done, left_on="row", right_on="top", maintain_order="left", suffix="_done")
+        .join(taken, left_on="row", right_on="top", how="left", maintain_order="left")
+        .select(
+            "row", pl.col("name").cast(pl.String), "start_ns", "end_ns", pl.col("allocated_bytes").fill_null(0),
+            "events", pl.col("duration_ns_done").alias("duration_ns"),
+        )
+    )  # fmt: skip
+
+
+def is_run_again(host: pl.DataFrame) -> pl.Series:
+    """Return for each host event whether a backward was recording gradients again around it or at it."""
+    is_node = _is_node(host)
+    is_inside = ancestor(host, is_node).is_not_null() & ~is_node
+    return ancestor(host, _is_numbered(host) & is_inside).is_not_null()
+
+
+def _is_node(host: pl.DataFrame) -> pl.Series:
+    """Return autograd nodes: ops with the sequence number of their forward op."""
+    return ((host["kind"] == "op") & (host["sequence"] >= 0) & (host["forward_thread"] > 0)).fill_null(False)
+
+
+def _is_numbered(host: pl.DataFrame) -> pl.Series:
+    """Return ops that a gradient was recorded through."""
+    is_numbered = (host["sequence"] >= 0) & (host["forward_thread"].fill_null(0) == 0)
+    return ((host["kind"] == "op") & is_numbered).fill_null(False)
