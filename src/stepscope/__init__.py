@@ -72,10 +72,10 @@ __all__ = [
     "open", "phase", "plan", "read", "record", "report", "sql", "step", "tune", "verify", "what_if",
 ]  # fmt: skip
 _MODULES = {
-    "analysis.comparison.gates": "Comparison",
+    "analysis.comparison.compare": "Comparison",
     "analysis.comparison.sweeps": "SweepSummary",
     "analysis.comparison.tuning": "Tuning",
-    "analysis.comparison.verified": "Verification",
+    "analysis.comparison.verification": "Verification",
     "analysis.precision.dtype_audit": "DtypeAudit",
     "analysis.ranks.all_ranks": "Analysis",
     "document.card": "Card",

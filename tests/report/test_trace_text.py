@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.analysis.ranks.all_ranks import Analysis
 from stepscope.analysis.ranks.rank_account import account
-from stepscope.document.build import analysis_document
+from stepscope.document.sections.time import analysis_document
 from stepscope.document.verdict import trace_verdict
 from stepscope.render.terminal import terminal_text
 from stepscope.trace.reader import read_trace

@@ -9,7 +9,7 @@ from written_traces import slice_of
 
 from stepscope.trace import scan
 from stepscope.trace.decode import decode_slice
-from stepscope.trace.scan import is_event_at, is_incomplete, scan_events, value_at
+from stepscope.trace.scan import is_incomplete, scan_events, try_event, value_at
 
 GOOD = [json.dumps(slice_of(f"op{i}", ts=i)) for i in range(6)]
 BROKEN = {
@@ -95,13 +95,13 @@ def test_a_text_that_ends_too_early_is_told_from_a_broken_one(cut):
 def test_what_looks_like_an_event():
     text = '{"ph": "X"} {} {"ph": 1} [{"ph": "X"}] {"ph": "X"'
 
-    assert [is_event_at(text, text.index(part)) for part in ('{"ph": "X"}', "{}", '{"ph": 1}', "[")] == [
+    assert [try_event(text, text.index(part))[0] for part in ('{"ph": "X"}', "{}", '{"ph": 1}', "[")] == [
         True,
         False,
         False,
         False,
     ]
-    assert not is_event_at(text, text.rindex("{"))
+    assert not try_event(text, text.rindex("{"))[0]
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from stepscope.document.model import Document
 
 BUILDERS = {
-    "Analysis": "analysis:analysis_document",
+    "Analysis": "sections.time:analysis_document",
     "AttentionReport": "sections.attention:attention_document",
     "Card": "card:card_document",
     "Comparison": "comparison:comparison_document",
     "CompilerReport": "sections.compiler:compiler_document",
     "CopiesReport": "sections.copies:copies_document",
     "Document": "model:itself",
-    "DtypeAudit": "audit:audit_document",
+    "DtypeAudit": "precision:audit_document",
     "Diagnosis": "findings:diagnosis_document",
     "MemoryAnalysis": "sections.memory:memory_document",
     "Plan": "plan:plan_document",

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.time.loop_time import LoopTime
 from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
@@ -91,16 +90,13 @@ def card_document(card: Card) -> Document:
         series = (Series("step", [row.ns for row in summary.rows]),)
         parts.append(Bars(id="step_parts", title=title, labels=names, series=series, unit="time_ns"))
     if summary.loop is not None and len(summary.loop.rows) > 1:
-        parts.append(_loop_rows(summary.loop))
+        loop = summary.loop
+        names = [f"{row.name} ({row.num}×)" if row.num else row.name for row in loop.rows]
+        title = f"where the loop's wall-clock time goes ({plural(loop.num_steps, 'step')})"
+        series = (Series("loop", [row.ns for row in loop.rows]),)
+        parts.append(Bars(id="loop_rows", title=title, labels=names, series=series, unit="time_ns"))
     parts.append(Facts((*card.measurement, *last), "about this measurement"))
     return Document(str(shown), card.verdict, (Section("overview", "Overview", tuple(parts)),))
-
-
-def _loop_rows(loop: LoopTime) -> Bars:
-    names = [f"{row.name} ({row.num}×)" if row.num else row.name for row in loop.rows]
-    title = f"where the loop's wall-clock time goes ({plural(loop.num_steps, 'step')})"
-    series = (Series("loop", [row.ns for row in loop.rows]),)
-    return Bars(id="loop_rows", title=title, labels=names, series=series, unit="time_ns")
 
 
 def how_split(summary: Summary) -> str:

@@ -22,7 +22,6 @@ _MATMUL = {"highest": "float32 matrix products run in float32", "high": "float32
 
 
 def figures(recording: Recording, summary: Summary) -> Iterator[Fact]:
-    """Yield what was measured, most important first."""
     yield from step_facts(summary)
     yield from _flops(recording, summary)
     yield from _utilization(recording, summary)

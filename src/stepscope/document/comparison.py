@@ -247,7 +247,6 @@ def change_text(change: Change) -> str:
 
 
 def interval_text(change: Change) -> str:
-    """Return the interval of the change, or an empty text."""
     ends = [signed(percent(abs(end)), end) for end in (change.low, change.high) if end is not None]
     return " to ".join(ends) if len(ends) == 2 else ""
 

@@ -35,8 +35,6 @@ class Fact:
 
 @dataclass(frozen=True)
 class Facts(Part):
-    """Facts, one below the other."""
-
     rows: tuple[Fact, ...]
     title: str = ""  # a heading for all of them; empty if the section's title is enough
 
@@ -268,8 +266,6 @@ class Timeline(Part):
 
 @dataclass(frozen=True)
 class Section:
-    """One topic."""
-
     id: str
     title: str
     parts: tuple[Part, ...]
@@ -291,5 +287,4 @@ class Document(Shown):
 
 
 def itself(document: Document) -> Document:
-    """Return the document: how a document shows itself."""
     return document

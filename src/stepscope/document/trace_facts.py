@@ -114,7 +114,6 @@ def _launches(account: RankAccount) -> Iterator[Fact]:
 
 
 def limit_facts(account: RankAccount) -> Iterator[Fact]:
-    """Yield what limits the GPU work, if the limits of the device are known."""
     found = account.roofline_summary
     if found.limit_share is None:
         return

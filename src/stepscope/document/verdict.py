@@ -110,7 +110,6 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
 
 
 def trace_verdict(account: RankAccount) -> str:
-    """Return how busy the GPU was on one rank, why it was idle, and what most of its work is."""
     time = account.gpu_time
     if not time.window_ns:
         return _without_gpu(account)

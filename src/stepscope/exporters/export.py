@@ -21,8 +21,6 @@ FORMS = ("perfetto", "speedscope", "csv", "parquet")
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote."""
-
     path: Path
     num_host: int  # number of host events
     num_device: int  # number of GPU events

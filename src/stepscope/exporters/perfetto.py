@@ -51,7 +51,6 @@ _COLLECTIVE_ARGS = {"In msg nelems": "collective.num_in_elements", "Out msg nele
 
 
 def perfetto_texts(selection: Selection, findings: Sequence[Finding] = ()) -> Iterator[str]:
-    """The file, piece by piece."""
     made = _Perfetto(selection, findings)
     yield f'{json.dumps(made.header())[:-1]}, "traceEvents": [\n'
     separator = ""

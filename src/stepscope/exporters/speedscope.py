@@ -34,7 +34,6 @@ class Speedscope:
         self.num_cut = 0  # events that were made shorter because another overlaps them in part
 
     def texts(self) -> Iterator[str]:
-        """The file, piece by piece."""
         profiles = [*self._threads(), *self._streams()]
         head = {"$schema": SCHEMA, "exporter": f"stepscope {__version__}", "name": self._name}
         frames = ",\n".join(f'{{"name":{json.dumps(name)}}}' for name in self._frames)
@@ -48,7 +47,6 @@ class Speedscope:
         yield "]}\n"
 
     def _number(self, names: pl.Series) -> list[int]:
-        """The frame of each name."""
         texts = names.cast(pl.String).fill_null("?")
         known = {name: self._frames.setdefault(name, len(self._frames)) for name in texts.unique(maintain_order=True)}
         return texts.replace_strict(known, return_dtype=pl.Int64).to_list() if known else []

@@ -15,8 +15,6 @@ MOST_POINTS = 50_000  # of a memory counter; of more the lowest and the highest 
 
 @dataclass
 class Span:
-    """A bar of a track."""
-
     start_ns: int
     end_ns: int
     name: str

@@ -26,8 +26,6 @@ class Region:
 
 @dataclass(frozen=True)
 class CompilerReport:
-    """The compiler's side of one recording or trace."""
-
     path: str
     summary: CompilerSummary | None  # null if nothing was compiled, or only a trace was read
     regions: tuple[Region, ...]
@@ -51,7 +49,7 @@ def compiler_report(case: Case) -> CompilerReport:
     rows = () if calls is None or calls.is_empty() else regions_by_name(calls, case.num_steps, report).to_dicts()
     regions = tuple(Region(**row) for row in rows)
     if summary is None:
-        notes += seen_planning(case)
+        notes += [finding.sentence for finding in if_available(lambda: recompiles(case)) or ()]
         if case.has_recording:
             notes.append("torch.compile compiled nothing in this run.")
         elif regions:
@@ -59,8 +57,3 @@ def compiler_report(case: Case) -> CompilerReport:
         else:
             notes.append("The trace shows no compiled code. Call torch.compile(model) and record again.")
     return CompilerReport(path=str(case.path), summary=summary, regions=regions, notes=tuple(notes))
-
-
-def seen_planning(case: Case) -> list[str]:
-    """Return a sentence on compiling and planning in the traced steps, or none."""
-    return [finding.sentence for finding in if_available(lambda: recompiles(case)) or ()]

@@ -11,8 +11,6 @@ Confidence = Literal["high", "medium", "low"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """The figures behind a finding's sentence."""
-
     table: str  # title of the rows, such as `kernels` or `slow steps`
     rows: Sequence[Mapping[str, Any]]
 

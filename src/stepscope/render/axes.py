@@ -57,7 +57,6 @@ def axis_title(name: str, unit: str) -> str:
 
 
 def heights(chart: Lines) -> Sequence[float | None]:
-    """Return the values that the y axis must cover."""
     if chart.style == "areas":
         return [math.fsum(finite(column)) for column in zip(*(series.y for series in chart.series))]
     return [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
@@ -69,7 +68,6 @@ def top_of(chart: Lines) -> float | None:
 
 
 def totals(chart: Bars) -> list[float]:
-    """Return the sum of the parts of each bar."""
     return [math.fsum(finite(series.y[at] for series in chart.series)) for at in range(len(chart.labels))]
 
 

@@ -69,12 +69,10 @@ class Case:
 
     @property
     def has_recording(self) -> bool:
-        """Whether there is a recording, not only a trace."""
         return self._recording is not None
 
     @cached_property
     def summary(self) -> Summary:
-        """The figures of the recording."""
         return summary_of(self.recording)
 
     @property
@@ -125,7 +123,6 @@ class Case:
 
     @cached_property
     def account(self) -> RankAccount:
-        """Where the time goes on this rank."""
         return account_of(self.linked, self.rank)
 
     @cached_property
@@ -160,7 +157,6 @@ class Case:
 
     @property
     def num_steps(self) -> int:
-        """The number of typical steps: divide sums over a table by it."""
         return self.replay.num_steps
 
     def within(self, table: pl.DataFrame) -> pl.DataFrame:
@@ -318,7 +314,6 @@ class Case:
         return max(0.0, self.step.done_ns - changed.done_ns)
 
     def is_worth(self, saving_ns: float) -> bool:
-        """Return whether a saving is large enough to be reported."""
         return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns
 
     def host_saving_ns(self, spans: pl.DataFrame) -> float:

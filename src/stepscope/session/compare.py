@@ -92,7 +92,6 @@ def _common_kind(sessions: Sequence[Session]) -> str:
 
 
 def _trace(session: Session) -> Subject:
-    """Return a trace, or a folder of ranks."""
     analysis = session.analyze()  # first: it says what to install if reading needs more
     from stepscope.analysis.comparison.trace_subjects import trace_subject
 

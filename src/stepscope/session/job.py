@@ -12,8 +12,6 @@ _PROCESS_FOLDER = re.compile(r"process\d+(-\d+)?")
 
 @dataclass(frozen=True)
 class Processes:
-    """The recordings in one folder."""
-
     world_size: int
     ranks: dict[int, Session]
     """By rank, in order; the one in the folder itself among them."""
@@ -22,12 +20,10 @@ class Processes:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have no recording."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
 
 
 def processes_of(session: Session) -> Processes:
-    """Return the recordings of all processes in the folder of a recording."""
     environments = [_environment(session)]
     ranks = {_number(environments[0].get("rank"), 0): session}
     for rank, each in session.rank_recordings.items():

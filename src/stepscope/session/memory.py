@@ -18,8 +18,6 @@ RECORDING, TRACE, SNAPSHOT = "recording", "trace", "snapshot"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one path says about memory."""
-
     path: str
     source: str  # `recording`, `trace` or `snapshot`
     account: Account
@@ -41,7 +39,6 @@ class MemoryReport:
 
 
 def window_report(path: Path, memory: dict[str, Any]) -> MemoryReport:
-    """Return the account of a recording's memory window."""
     found = account(memory)
     notes = []
     if found.num_dropped:
@@ -52,7 +49,6 @@ def window_report(path: Path, memory: dict[str, Any]) -> MemoryReport:
 
 
 def snapshot_report(path: Path, snapshot: Snapshot) -> MemoryReport:
-    """Return the account of a CUDA memory snapshot."""
     devices = devices_of(snapshot)
     memory, end = snapshot_memory(snapshot, devices[0] if devices else 0)
     notes = ["a snapshot contains Python call sites, but no owners, modules, ops, dtypes or shapes"]
@@ -66,7 +62,6 @@ def snapshot_report(path: Path, snapshot: Snapshot) -> MemoryReport:
 
 
 def trace_report(linked: Linked, memory: dict[str, Any]) -> MemoryReport:
-    """Return the account of a trace's `[memory]` events."""
     notes = ["a trace contains ops, modules and phases, but no owners, dtypes, shapes or Python call sites"]
     if memory["allocator"] is None:
         notes.append("the trace has no allocator totals, so every figure is a lower bound")

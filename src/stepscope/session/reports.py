@@ -30,7 +30,6 @@ class AttentionRow:
     reasons: tuple[Reason, ...]  # why it did not run on flash attention; empty if it did
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as plain values."""
         return {**self.call, "reasons": [reason.to_json() for reason in self.reasons]}
 
 
@@ -150,7 +149,6 @@ class CopiesReport:
 
 
 def copies_report(case: Case) -> CopiesReport:
-    """Return the copies of a trace's typical steps."""
     linked, replay = case.linked, case.replay
     is_on_gpu = case.has_gpu_work
     sources = copy_sources(linked)

@@ -186,7 +186,6 @@ class Assembler:
 
 
 def _together(table: Table, parts: list[pl.DataFrame]) -> pl.DataFrame:
-    """Return all parts of a table with all its columns."""
     # The host table is sorted, and thus copied, in any case.
     return pl.concat([table.empty(), *parts], how="diagonal", rechunk=table is not HOST)
 

@@ -207,7 +207,6 @@ def _store(folder: Path, trace: Trace, key: _Key) -> bool:
 
 
 def _put(temporary: Path, folder: Path) -> None:
-    """Rename a whole folder into place, replacing the existing one."""
     old = temporary.with_suffix(".old")
     with suppress(FileNotFoundError):
         folder.rename(old)

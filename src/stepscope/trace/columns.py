@@ -81,8 +81,6 @@ Label = tuple[str | None, str | None, str, str]
 
 @dataclass
 class Columns:
-    """Part of a trace as columns."""
-
     frames: dict[str, pl.DataFrame]
     num_events: int
     counts: Counts  # events by phase letter, category and table
@@ -102,7 +100,6 @@ class Builder:
         self._without_phase: list[int] = []
 
     def add(self, events: list[Event]) -> None:
-        """Add a slice of events, in file order."""
         buckets: dict[tuple[str, str | None], tuple[list[int], list[Event]]] = defaultdict(lambda: ([], []))
         for position, event in enumerate(events, self.num_events):
             bucket = buckets[event.ph, event.cat]
@@ -113,7 +110,6 @@ class Builder:
             self._add_alike(letter, category or "", positions, members)
 
     def _add_alike(self, letter: str, category: str, positions: list[int], events: list[Event]) -> None:
-        """Add events of one letter and category."""
         table, kind = CATEGORIES.get(category.lower(), (HOST.name, "other"))
         kept: str | None = None
         num_kept = len(events)

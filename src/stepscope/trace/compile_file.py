@@ -48,13 +48,11 @@ def entries(report: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def count_of(entry: Mapping[str, Any]) -> int:
-    """Return how often an entry was seen."""
     count = entry.get("count", 1)
     return count if isinstance(count, int) else 1
 
 
 def read_compile_file(path: Path) -> Mapping[str, Any] | None:
-    """Return the contents of the file; None if it cannot be read."""
     try:
         report = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

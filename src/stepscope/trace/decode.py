@@ -24,8 +24,6 @@ _PIECE = 1 << 18  # bytes decoded at a time; what fits into the CPU cache is fas
 
 @dataclass
 class Decoded:
-    """The result of one slice."""
-
     columns: Columns
     problems: Problems
     end: int  # everything before this file offset is done
@@ -84,7 +82,6 @@ class _Piece:
 
 
 def _offset(data: bytes, base: int, pieces: list[_Piece], event: int) -> int:
-    """Return the file offset of an event of the slice."""
     after = bisect_right(pieces, event, key=lambda piece: piece.first_event)
     piece = pieces[after - 1]
     stop = pieces[after].position if after < len(pieces) else None
@@ -97,7 +94,6 @@ _MARK = b"stepscope"
 
 
 def send(stream: IO[bytes], message: Any) -> None:
-    """Send a message to the process at the other end of a pipe."""
     stream.write(_MARK)
     pickle.dump(message, stream, pickle.HIGHEST_PROTOCOL)
     stream.flush()
@@ -150,6 +146,5 @@ def main(path: str, file_id: tuple[int, int]) -> None:
 
 
 def identity(file: int) -> tuple[int, int]:
-    """Return what identifies an open file."""
     status = os.fstat(file)
     return status.st_dev, status.st_ino

@@ -35,7 +35,6 @@ class Fields:
 
     @property
     def offset(self) -> int:
-        """File offset of the cursor."""
         return self._base + self._position
 
     def rest(self) -> tuple[int, bytes]:

@@ -99,7 +99,6 @@ def _next(pending: deque[tuple[Slice, Future[Decoded]]]) -> tuple[Slice, Result]
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a finished process."""
     try:
         return process.wait(timeout=1)
     except subprocess.TimeoutExpired:

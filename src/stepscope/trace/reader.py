@@ -33,8 +33,6 @@ def read_trace(path: Path, progress: Progress | None = None, workers: int | None
 
 
 class _Reading:
-    """One pass over a trace."""
-
     def __init__(self, document: Document, progress: Progress | None) -> None:
         self.document = document
         self.source = document.source
@@ -104,7 +102,6 @@ class _Reading:
             self.is_lost = True
 
     def _keep(self, rest: bytes, decoded: Decoded) -> None:
-        """Keep a slice's data after its last event."""
         if decoded.is_closed:
             self.trailer, self.trailer_base = [rest[1:]], decoded.end + 1
         else:

@@ -126,16 +126,10 @@ def may_go_on(text: str, end: int) -> bool:
 
 
 def skip_blank(text: str, position: int) -> int:
-    """Return the next position that is not white space."""
     return _BLANK.match(text, position).end()  # type: ignore[union-attr]
 
 
-def is_event_at(text: str, position: int) -> bool:
-    """Return whether a whole event seems to start here."""
-    return _try_event(text, position)[0]
-
-
-def _try_event(text: str, position: int) -> tuple[bool, int]:
+def try_event(text: str, position: int) -> tuple[bool, int]:
     """Return whether a whole event starts here, and the cost of finding out, in characters."""
     try:
         value, end = value_at(text, position)
@@ -230,11 +224,10 @@ class _Search:
         return self._end_of_value(position) if found is None else found
 
     def next_event(self, position: int) -> int | None:
-        """Return the next position at which an event starts."""
-        if self._text.startswith("{", position) and is_event_at(self._text, position):
+        if self._text.startswith("{", position) and try_event(self._text, position)[0]:
             return position
         for match in _MAYBE_EVENT.finditer(self._text, position):
-            is_event, num_read = _try_event(self._text, match.end())
+            is_event, num_read = try_event(self._text, match.end())
             if is_event:
                 return match.end()
             self._num_left -= num_read + _LEAST_COST

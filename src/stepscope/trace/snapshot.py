@@ -61,8 +61,6 @@ class Entry(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The contents of a snapshot."""
-
     segments: list[Segment]
     entries: list[list[Entry]]  # by device
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from stepscope.errors import TraceError
 from stepscope.trace.fields import Fields
-from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, is_event_at
+from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, try_event
 
 SLICE = 1 << 22  # bytes of a slice: large enough to be worth sending to another process
 _CHUNK = 1 << 16  # bytes of a compressed file decompressed at a time
@@ -189,7 +189,7 @@ def _last_boundary(buffer: bytes) -> int | None:
         first = max(0, len(buffer) - window)
         text = buffer[first:].decode("latin-1")
         for match in reversed(deque(_BETWEEN.finditer(text), maxlen=_MOST_CANDIDATES)):
-            if is_event_at(text[match.end() : match.end() + LOOK_AHEAD], 0):
+            if try_event(text[match.end() : match.end() + LOOK_AHEAD], 0)[0]:
                 return first + match.end()
         if first == 0:
             break

@@ -37,8 +37,6 @@ CATEGORIES: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its name, type and meaning."""
-
     name: str
     dtype: pl.DataType | type[pl.DataType]
     doc: str
@@ -46,8 +44,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table of a trace."""
-
     name: str
     doc: str
     columns: tuple[Column, ...]
@@ -199,8 +195,6 @@ TABLES: tuple[Table, ...] = (HOST, DEVICE_TABLE, DEVICE_RANGES, SYNCS, MEMORY, C
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """A trace's metadata."""
-
     rank: int | None = None
     world_size: int | None = None
     devices: tuple[str, ...] = ()  # names of the machine's devices, by index
@@ -214,8 +208,6 @@ class TraceFacts:
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace."""
-
     path: Path
     facts: TraceFacts
     problems: tuple[Problem, ...]

@@ -45,7 +45,6 @@ def floats(values: Sequence[Any]) -> pl.Series:
 
 
 def texts(values: Sequence[Any]) -> pl.Series:
-    """Return texts; other values are converted."""
     return categories([None if value is None or value == "" else str(value) for value in values])
 
 

@@ -37,8 +37,6 @@ class Parts:
 
 @dataclass(frozen=True)
 class Subject:
-    """One side of a comparison."""
-
     name: str
     measures: Mapping[str, Measure]
     identity: Mapping[str, Any]  # what must be the same, by `ASPECTS`; None if unknown

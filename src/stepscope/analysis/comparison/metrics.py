@@ -116,9 +116,8 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
 
 def _costs(metric: Metric, measure: Measure) -> list[float]:
     """Return samples whose median is the value (its inverse for a rate): tokens per step and FLOPs may differ."""
-    samples = list(measure.samples or ())
-    middle = quantile(sorted(samples), 0.5)
-    scale = (1 / measure.value if metric.is_rate else measure.value) / middle
+    samples = measure.samples or ()
+    scale = (1 / measure.value if metric.is_rate else measure.value) / quantile(sorted(samples), 0.5)
     return [sample * scale for sample in samples]
 
 

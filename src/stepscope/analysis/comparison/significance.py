@@ -114,7 +114,6 @@ def student(t: float, freedom: int) -> float:
 
 @lru_cache(maxsize=64)
 def _student_quantile(p_value: float, freedom: int) -> float:
-    """Return the t with that two-sided p-value."""
     low, high = 0.0, 1000.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -99,7 +99,9 @@ def tuning_of(
     first = [row for row in rows if row["tune"]["role"] not in (AGAIN, BESIDE)]
     base = next((row for row in first if row["hash"] == log["defaults"]), None)
     last = _final_samples(rows, log["contenders"])
-    drift = _drift(base, last)
+    drift = 1.0  # how much slower the machine was at the end of the search than at its start, from the defaults
+    if base is not None and base["status"] == OK and last.get(base["hash"]):
+        drift = quantile(sorted(last[base["hash"]]), 0.5) / quantile(sorted(base["samples_device_ns"]), 0.5)
     samples = {row["hash"]: _samples(row, last, drift) for row in first}
     points = [_tried(row, base, summaries[row["hash"]], samples[row["hash"]]) for row in first]
     # Among many points measured once, the fastest look faster than they are.
@@ -151,13 +153,6 @@ def _final_samples(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str])
         if turns[row["tune"]["round"]] == len(contenders) and row["status"] == OK:
             found.setdefault(row["tune"]["of"], []).extend(row["samples_device_ns"])
     return found
-
-
-def _drift(base: Mapping[str, Any] | None, last: Mapping[str, list[float]]) -> float:
-    """Return how much slower the machine was at the end than at the start of the search, from the defaults."""
-    if base is None or base["status"] != OK or not last.get(base["hash"]):
-        return 1.0
-    return quantile(sorted(last[base["hash"]]), 0.5) / quantile(sorted(base["samples_device_ns"]), 0.5)
 
 
 def _samples(row: Mapping[str, Any], last: Mapping[str, list[float]], drift: float) -> _Samples:

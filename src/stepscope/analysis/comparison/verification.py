@@ -122,8 +122,6 @@ MIN_ROUNDS = 4  # with 3 and 3 runs, a two-sided rank test cannot get below p = 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of the script."""
-
     round: int  # 0 is the rehearsal, which checks that the change takes effect; it is not timed
     recording: Recording | None
     failure: str | None = None  # its error, in one line
@@ -153,8 +151,6 @@ class Expected:
 
 @dataclass(frozen=True)
 class Round:
-    """The time per step of one pair of runs, in nanoseconds."""
-
     before_ns: float
     after_ns: float
 
@@ -230,7 +226,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     unit, reason = _unit(plan, runs)
     if unit is None:
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
-    times = (_steps_ns(runs[0]), _steps_ns(runs[1]))
+    times = (steps_ns(before), steps_ns(after))
     change = _change(plan, unit, runs, times)
     status, reason = change.verdict, None
     if len(times[1]) < MIN_ROUNDS:
@@ -241,6 +237,8 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     first_ns, second_ns = ([sum(s.wall_ns for s in each.window("warmup")) for each in side] for side in runs)
     extra = float(median(second_ns)) - float(median(first_ns))
     saving = change.base - change.new if unit == "step" else None
+    memory = [[each.facts.get("memory") or {} for each in side] for side in runs]
+    peaks = [max((facts.get("peak_allocated_bytes") or 0 for facts in side), default=0) for side in memory]
     return Verified(
         plan.fix,
         status,
@@ -250,7 +248,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         rounds=tuple(Round(*pair) for pair in zip(*times)),
         warmup_extra_ns=extra,
         pays_after_steps=round(extra / saving) if status == FASTER and saving and extra > 0 else None,
-        peak_bytes=_peaks(runs),
+        peak_bytes=(peaks[0], peaks[1]) if all(peaks) else None,
         **known,
     )
 
@@ -279,12 +277,7 @@ def refusal(
 
 def steps_ns(attempts: Sequence[Attempt]) -> list[float]:
     """Return the time per step of each run that counts, with its part of what lies between steps."""
-    return _steps_ns(_timed(attempts))
-
-
-def _steps_ns(recordings: Sequence[Recording]) -> list[float]:
-    loops = map(loop_of, recordings)
-    return [loop.step_ns for loop in loops if loop is not None]
+    return [loop.step_ns for loop in map(loop_of, _timed(attempts)) if loop is not None]
 
 
 def _timed(attempts: Sequence[Attempt]) -> list[Recording]:
@@ -362,9 +355,3 @@ def _change(plan: Plan, unit: str, runs: _Runs, times: tuple[list[float], list[f
         middle = geometric_mean(costs)
         measures.append(Measure(1 / middle if metric.is_rate else middle, costs, RUNS))
     return change_of(metric, measures[0], measures[1], plan.threshold_share)
-
-
-def _peaks(runs: _Runs) -> tuple[int, int] | None:
-    memory = [[each.facts.get("memory") or {} for each in side] for side in runs]
-    first, second = (max((facts.get("peak_allocated_bytes") or 0 for facts in side), default=0) for side in memory)
-    return (first, second) if first and second else None

@@ -63,7 +63,8 @@ def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_to
         only_looked_up = [w["looked_up"] and not w["forward_flops"] for w, _ in shares]
         matmul_active = sum(w["num_elements"] * s for (w, s), skip in zip(shares, only_looked_up) if not skip)
     passes = 3 if has_backward else 1
-    uncounted = [entry for entry in facts["uncounted"] if not _moves_data(entry["op"])]
+    ops = [entry for entry in facts["uncounted"] if entry["op"] not in _MOVES]
+    uncounted = [entry for entry in ops if not entry["op"].startswith(_LIBRARIES_THAT_MOVE)]
     return StepFlops(
         model_flops=sum(model_by_dtype.values()),
         hardware_flops=sum(hardware_by_dtype.values()),
@@ -81,10 +82,6 @@ def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_to
         num_uncounted_calls=sum(entry["num_calls"] for entry in uncounted),
         hidden=_hidden(facts, trace),
     )
-
-
-def _moves_data(op: str) -> bool:
-    return op in _MOVES or op.startswith(_LIBRARIES_THAT_MOVE)
 
 
 def _active_share(weight: Mapping[str, Any], num_tokens: int) -> float:

@@ -87,7 +87,6 @@ class Call:
         return operand
 
     def given(self, *arguments: str | int) -> list[Tensor]:
-        """Return the arguments that are tensors."""
         return [tensor for argument in arguments if (tensor := self.optional(argument)) is not None]
 
     def tensors(self, argument: str | int) -> list[Tensor]:
@@ -129,7 +128,6 @@ class Call:
         return [part == "True" for part in parts]
 
     def scalar_type(self, argument: str | int) -> str | None:
-        """Return the dtype an argument asks for, or None."""
         text = self.text(argument)
         dtype = _SCALAR_TYPES.get(_integer(text)) if text else None
         if text and dtype is None:
@@ -164,7 +162,6 @@ def formula(signatures: str) -> Callable[[Formula], Formula]:
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
     return frozenset(text.split())
 
 

@@ -176,7 +176,9 @@ def _class_of_fused(category: str, ops: Iterable[str]) -> str:
     if category == "tem":
         order: tuple[str, ...] = ("attention_backward", "attention_forward", "convolution", "gemm")
         return next((name for name in order if name in classes), "triton_fused")
-    if _is_norm(names):
+    # Decomposed, a norm is a mean (or variance) and rsqrt; RMS norm's gradient has neither.
+    is_norm = "rsqrt" in names and bool(names & {"mean", "var", "var_mean"})
+    if is_norm or ({"pow", "mul", "sum", "div", "expand"} <= names and not names & {"sub", "exp"}):
         classes.add("norm")
     if {"exp", "sub", "sum"} <= names and names & {"amax", "max"}:
         classes.add("softmax")
@@ -193,10 +195,3 @@ def _class_of_fused(category: str, ops: Iterable[str]) -> str:
         return next((name for name in order if name in classes), "elementwise")
     order = ("norm", "softmax", "sort_scan", "attention_backward", "attention_forward", "gemm", "reduction")
     return next((name for name in (*order, "embedding_index") if name in classes), "reduction")
-
-
-def _is_norm(ops: set[str]) -> bool:
-    """Return whether decomposed ops are a norm: mean (or variance) and rsqrt, or RMS norm's gradient."""
-    if "rsqrt" in ops and ops & {"mean", "var", "var_mean"}:
-        return True
-    return {"pow", "mul", "sum", "div", "expand"} <= ops and not ops & {"sub", "exp"}

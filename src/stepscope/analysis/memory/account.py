@@ -149,6 +149,11 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
     symbols = find_symbols(memory)
     reserved = memory.get("reserved") or []
     peak_reserved = allocator.get("peak_reserved_bytes")
+    fragmentation = None
+    if held := [num_bytes for event, num_bytes in reserved if event <= levels.peak_event]:
+        fragmentation = max(0, held[-1] - levels.peak_bytes)
+    elif peak_reserved is not None and known_peak is not None:
+        fragmentation = max(0, peak_reserved - known_peak)
     largest, by_owner = _largest([each for each, _ in mine], levels, symbols)
     return Account(
         device=device,
@@ -168,7 +173,7 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         largest_by_owner=by_owner,
         symbols=symbols,
         peak_reserved_bytes=peak_reserved,
-        fragmentation_bytes=_fragmentation(levels, reserved, peak_reserved, known_peak),
+        fragmentation_bytes=fragmentation,
         num_retries=allocator.get("num_retries"),
         timeline=thinned(levels.points(reserved), MAX_POINTS),
         left_alive=tuple(
@@ -251,12 +256,3 @@ def _large(alike: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[
         shape=None if first.get("shape") is None else tuple(first["shape"]),
         formula=formula(first, symbols),
     )
-
-
-def _fragmentation(
-    levels: Levels, reserved: Sequence[tuple[int, int]], peak_reserved: int | None, peak: int | None
-) -> int | None:
-    held = [num_bytes for event, num_bytes in reserved if event <= levels.peak_event]
-    if held:
-        return max(0, held[-1] - levels.peak_bytes)
-    return None if peak_reserved is None or peak is None else max(0, peak_reserved - peak)

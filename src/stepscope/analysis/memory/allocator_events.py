@@ -34,8 +34,6 @@ _GIVING_BACK = r"(?i)^((cuda|hip)(Free|HostFree|HostUnregister)|cuMem(Free|Unmap
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """The memory of one device over a trace."""
-
     device_type: str
     device: int  # its index; -1 is the CPU
     start_bytes: int
@@ -206,7 +204,6 @@ def _summary(linked: Linked, device_type: int, device: int) -> MemorySummary:
 
 
 def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, has_addresses: bool) -> pl.DataFrame:
-    """Return the blocks alive, and the rest of the peak."""
     alive, rest = (alive, "before_the_trace") if has_addresses else (alive.head(0), "unknown")
     seen = (
         alive.with_columns(_op_names(linked, alive["op"]).alias("op"))

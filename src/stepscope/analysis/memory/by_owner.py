@@ -42,8 +42,6 @@ class Alive:
 
 @dataclass(frozen=True)
 class OpBytes:
-    """The allocations of one op on one device."""
-
     op: str
     num_allocations: int
     allocated_bytes: int  # total of all allocations

@@ -104,17 +104,12 @@ def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
         .sort(pl.col("bytes") * pl.col("num_left"), descending=True)
     )
     unknown = dict.fromkeys(("shape", "dtype", "num_held", "holder"))
+    taken = linked.memory.join(kept, on=["time_ns", "address"], how="semi")
+    start, end = (linked.host[name].gather(taken["op"]) for name in ("start_ns", "end_ns"))
     return MemoryGrowth(
         bytes_per_step=round(sum(rises) / len(rises)),
         held_bytes=None,
         num_steps=steps.height,
         rows=tuple({**row, **unknown} for row in table.iter_rows(named=True)),
-        kept=_allocating(linked, kept),
+        kept=taken.select(start_ns=start.fill_null(taken["time_ns"]), end_ns=end.fill_null(taken["time_ns"] + 1)),
     )
-
-
-def _allocating(linked: Linked, kept: pl.DataFrame) -> pl.DataFrame:
-    """Return the spans of the allocating ops; without an op, the moment."""
-    taken = linked.memory.join(kept, on=["time_ns", "address"], how="semi")
-    start, end = (linked.host[name].gather(taken["op"]) for name in ("start_ns", "end_ns"))
-    return taken.select(start_ns=start.fill_null(taken["time_ns"]), end_ns=end.fill_null(taken["time_ns"] + 1))

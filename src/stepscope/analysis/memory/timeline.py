@@ -58,7 +58,6 @@ class Levels:
         return self.events[self.peak_index]
 
     def is_alive_at_peak(self, allocation: Mapping[str, Any]) -> bool:
-        """Return whether it was allocated by then and not yet freed."""
         born, died = allocation.get("born"), allocation.get("died")
         return (born is None or born <= self.peak_event) and (died is None or died > self.peak_event)
 

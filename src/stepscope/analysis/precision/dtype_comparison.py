@@ -39,8 +39,6 @@ class DtypeRow:
 
 @dataclass(frozen=True)
 class ClassChange:
-    """Time of a kernel class minus its time in fp32."""
-
     name: str
     change_ns: int
 

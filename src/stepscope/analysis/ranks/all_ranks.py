@@ -27,7 +27,6 @@ class Analysis(Shown):
 
     @classmethod
     def of(cls, accounts: Sequence[RankAccount]) -> Analysis:
-        """Return the analysis of ranks from their accounts."""
         ordered = tuple(sorted(accounts, key=lambda account: account.rank))
         return cls(ordered, across_ranks(ordered) if len(ordered) > 1 else None)
 

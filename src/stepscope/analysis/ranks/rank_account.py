@@ -172,7 +172,6 @@ def one_step(linked: Linked, step: int) -> Trace:
 
 
 def _largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl.DataFrame:
-    """Return the memory timeline of the device with the highest peak, thinned."""
     if not summaries:
         return memory_timeline(linked)
     return memory_timeline(linked, summaries[0].device_type, summaries[0].device, max_points=200)
@@ -244,7 +243,6 @@ def _open_at(host: pl.DataFrame, launches: pl.Series, times_ns: pl.Series) -> pl
     is_overhead = host["kind"] == "overhead"
 
     def passes(row: pl.Series) -> pl.Series:
-        """Return which events are over or do not count."""
         return ((host["end_ns"].gather(row) <= times_ns) | is_overhead.gather(row)).fill_null(False)
 
     row = last_started(host, host["thread"].gather(launches), times_ns)

@@ -89,8 +89,6 @@ def _reason(**cases: pl.Expr) -> pl.Expr:
 
 @dataclass(frozen=True)
 class ClockAlignment:
-    """Clock offsets between ranks."""
-
     offsets: pl.DataFrame
     """One row per rank. `reference`: the lowest rank that collectives connect it to. `offset_ns`: its clock minus the
     reference's. `earliest_ns`, `latest_ns`: the causal bounds of the offset. `is_contradicted`: the bounds are empty,

@@ -47,7 +47,6 @@ def timeline(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def gpu_time(device: pl.DataFrame) -> GpuTime:
-    """Return the account of device events of any device."""
     return account(timeline(device), device)
 
 

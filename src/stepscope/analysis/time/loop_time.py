@@ -48,8 +48,6 @@ NOT_DRAINED = "up to {} batches had been prefetched: more steps would show wheth
 
 @dataclass(frozen=True)
 class LoopRow:
-    """One row of the loop's wall-clock time."""
-
     name: str
     """`training`, `data`, `evaluation`, `rollout`, `checkpoint`, `logging`, `garbage collection`, `warm-up` (what the
     first steps took longer), `measuring` (Stepscope's own work and what probed steps took longer), `other` (what
@@ -62,8 +60,6 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class LoopTime:
-    """The wall-clock time of a training loop."""
-
     wall_ns: int  # from the beginning of the first step, or what led to it, to the end of the last
     num_steps: int
     rows: tuple[LoopRow, ...]  # add up to `wall_ns`
@@ -229,7 +225,6 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
 
 
 def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tuple[LoopRow, ...], int]:
-    """Return the rows of the wall-clock time, and their sum."""
     ns: Counter[str] = Counter()
     num: Counter[str] = Counter()
     # A step of free running is not split: its gaps are part of its passes.

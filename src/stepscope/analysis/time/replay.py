@@ -244,7 +244,6 @@ class Replay:
         return 0 if room is None else self._starts[room]
 
     def play(self, change: Change) -> Replayed:
-        """Return the window replayed with a change."""
         durations = [
             0.0 if event in change.gone else float(change.duration_ns.get(event, end - start))
             for event, start, end in zip(self._events, self._starts, self._ends)
@@ -332,8 +331,6 @@ def _least(value: object, least: int = 0) -> int:
 
 
 class _Shrunk:
-    """Host time removed between two moments."""
-
     def __init__(self, stretches: pl.DataFrame | None) -> None:
         columns = ("start_ns", "end_ns", 1 - pl.col("factor"))
         self._rows: list[tuple[int, int, float]] = [] if stretches is None else stretches.select(columns).rows()

@@ -23,8 +23,6 @@ _MOST_TRIED = 8
 
 @dataclass(frozen=True)
 class SlowSteps:
-    """Steps that take much longer than the others."""
-
     num_steps: int  # steps examined
     median_ns: float
     slow: tuple[tuple[int, int], ...]  # the slow steps: number and duration
@@ -114,7 +112,6 @@ def _period(outliers: set[int], steps: set[int]) -> tuple[int | None, set[int]]:
 
 
 def _phase(clean: Sequence[StepSample], slow: set[int]) -> str | None:
-    """Return the phase with most of the slow steps' excess."""
     belongs = phase_of(clean)
 
     def mean(samples: Sequence[StepSample]) -> dict[str, float]:
@@ -145,8 +142,6 @@ _MOST_BINS = 12
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step with its phases."""
-
     sample: StepSample
     clock: str  # `device` (between CUDA events) or `host`
     step_ns: int
@@ -155,8 +150,6 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A step that took much longer than the others."""
-
     step: TimedStep
     excess_ns: float  # above the median of the compared steps
     phase: str | None  # the phase that grew most over its median; None if phases were not measured

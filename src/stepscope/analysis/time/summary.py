@@ -159,7 +159,9 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
             by_phase = trace["gpu_busy_ns_by_phase"]
             busy = {name: ns / trace["num_steps"] for name, ns in by_phase.items()}
             unattributed = busy.pop(UNATTRIBUTED, 0.0)
-        phases = mean_phases(_middle_half(clean, on_device), busy)
+        # The steps between the first and third quartile: typical ones, without outliers.
+        ordered = sorted(clean, key=lambda sample: _step_ns(sample, on_device))
+        phases = mean_phases(ordered[len(clean) // 4 : len(clean) - len(clean) // 4], busy)
     mfu = hfu = None
     if flops is not None and step_ns is not None:
         mfu = utilization(flops.model_flops_by_dtype, step_ns.median, device, ceilings, "model")
@@ -192,7 +194,6 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
 
 
 def loop_of(recording: Recording) -> LoopTime | None:
-    """Return the time of a recorded loop, as in its summary."""
     return loop_time(recording, _is_on_device(_clean(recording)))
 
 
@@ -215,13 +216,6 @@ def _is_on_device(clean: Sequence[StepSample]) -> bool:
 
 def _step_ns(sample: StepSample, on_device: bool) -> int:
     return sum((sample.device_ns or {}).values()) if on_device else sample.wall_ns
-
-
-def _middle_half(samples: Sequence[StepSample], on_device: bool) -> Sequence[StepSample]:
-    """Return the steps between the first and third quartile: typical steps without outliers."""
-    ordered = sorted(samples, key=lambda sample: _step_ns(sample, on_device))
-    cut = len(ordered) // 4
-    return ordered[cut : len(ordered) - cut]
 
 
 def _throughput(

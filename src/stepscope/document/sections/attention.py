@@ -29,7 +29,6 @@ def parts(session: Session) -> tuple[Part, ...]:
 
 
 def attention_document(report: AttentionReport) -> Document:
-    """Return the attention calls of a session, or of one step of it."""
     verdict = _verdict(report) if report.rows else f"N{NONE[1:]}."
     section = Section("attention", "Attention", tuple(_parts(report)) if report.rows else ())
     return Document(f"Attention of {report.path}", verdict, (section,))

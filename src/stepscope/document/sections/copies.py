@@ -29,7 +29,6 @@ def parts(session: Session) -> tuple[Part, ...]:
 
 
 def copies_document(report: CopiesReport) -> Document:
-    """Return the copies of a typical step, a table for each phase."""
     by_phase: dict[str, list[Mapping[str, Any]]] = {phase: [] for phase in PHASES}
     for row in report.rows:
         by_phase.setdefault(row["phase"] or "outside every phase", []).append(row)

@@ -43,7 +43,6 @@ def no_gpu(account: RankAccount) -> str:
 
 
 def work_text(account: RankAccount) -> str:
-    """Return the GPU work of all classes of kernels as a sentence."""
     over = plural(account.steps.height, "step") if account.steps.height else "the whole trace"
     work_ns = int(account.kernel_classes["total_ns"].sum())
     shares = dict(account.kernel_classes.select(pl.col("class").cast(pl.String), "share").iter_rows())

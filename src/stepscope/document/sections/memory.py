@@ -192,7 +192,6 @@ def _sides(names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _sentences(report: MemoryReport) -> Iterator[str]:
-    """Yield the leak, if there is one, and what the peak consists of."""
     if report.account.left_alive:
         yield _leak(report.account)
     yield _peak(report)

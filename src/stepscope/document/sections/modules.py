@@ -109,7 +109,6 @@ def group_table(account: RankAccount) -> Table:
 
 
 def _table(account: RankAccount, table: pl.DataFrame, id: str, title: str, names: str, **more: Any) -> Table:
-    """Return a table of modules or groups of them with their figures."""
     # Outside the modules, what is not backward is not forward either: it is unknown.
     forward = pl.when(pl.col("module").is_not_null()).then("device_forward_ns").alias("device_forward_ns")
     if account.gpu_time.window_ns:

@@ -93,7 +93,6 @@ def _bars(id: str, title: str, table: pl.DataFrame, split: Mapping[str, tuple[st
 
 
 def rank_table(across: AcrossRanks) -> Table:
-    """Return the GPU time of each rank side by side."""
     note = "exposed: not overlapped by compute; compute, exposed and idle time add up to the window"
     shares = ("idle_share", "exposed_communication_share", "overlapped_communication_share")
     screen = ("rank", "window_ns", *shares, "busy_ns", "compute_ns")

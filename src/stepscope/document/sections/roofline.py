@@ -23,8 +23,6 @@ _IN_CACHE = "data that is still in the cache is not read from memory"
 
 
 class Limits(NamedTuple):
-    """What the device can do at most."""
-
     peak_flops: dict[str, int]
     bandwidth_bytes_per_s: int
     source: str

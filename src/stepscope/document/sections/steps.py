@@ -59,7 +59,6 @@ def _recorded(recording: Recording, summary: Summary) -> Iterator[Part]:
 
 
 def _by_window(steps: Sequence[TimedStep]) -> dict[str, list[TimedStep]]:
-    """Return the steps by window, in the order of a run."""
     groups: dict[str, list[TimedStep]] = {title: [] for title in _TITLES.values()}
     for step in steps:
         groups.setdefault(_TITLES.get(step.sample.window, step.sample.window), []).append(step)

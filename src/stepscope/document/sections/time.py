@@ -1,19 +1,24 @@
 """Where the GPU time goes, why the GPU was idle, where a step goes: for `analyze` and the overview of a report."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.ranks.all_ranks import NUM_ROWS, Analysis
 from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.analysis.time.idle_causes import CAUSES
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED, Row
 from stepscope.analysis.time.step_parts import gpu_rows_of_trace, gpu_split, host_rows, host_rows_of_trace, waiting_ns
 from stepscope.analysis.time.summary import Summary
 from stepscope.document.card import how_split
-from stepscope.document.model import Bars, Missing, Part, Series, Table, Text
-from stepscope.document.sections.kernels import with_titles
+from stepscope.document.model import Bars, Document, Fact, Facts, Missing, Part, Section, Series, Table, Text
+from stepscope.document.sections import kernels, modules, ranks
 from stepscope.document.tables import columns_of, plain, table_of
+from stepscope.document.trace_facts import caveats, trace_facts
+from stepscope.document.verdict import trace_verdict
 from stepscope.formatting import duration, plural
 
 STEP_SOURCES = {
@@ -50,7 +55,7 @@ def gpu_time_parts(account: RankAccount) -> Iterator[Part]:
     yield Bars("idle_causes", title, labels, (Series("idle", causes["total_ns"].to_list()),), "total_ns")
     means = pl.Series("what_it_is", [CAUSES[cause] for cause in causes["cause"]])
     yield table_of(causes.with_columns(means), "idle_causes", "idle time by cause", page_only=True)
-    steps, gaps = account.steps, with_titles(account, account.longest_gaps, "next_kernel")
+    steps, gaps = account.steps, kernels.with_titles(account, account.longest_gaps, "next_kernel")
     zero = "the first step" if steps.height else "the first of them"
     first_ns = steps["start_ns"].min() if steps.height else gaps["start_ns"].min()
     names = "begin_ns duration_ns cause step host next_kernel:title begin_on_trace_clock:start_ns"
@@ -112,3 +117,38 @@ def _step_parts(
     columns |= {column: [plain(of.get(name)) for name in names] for column, of in more.items()}
     screen = ("part", "host_ns", "host_share", "gpu_ns", "num_kernels", "gpu_share")
     yield Table(_WHERE, title, columns, note=note, screen=tuple(name for name in screen if name in columns))
+
+
+def analysis_document(analysis: Analysis, num_rows: int = NUM_ROWS) -> Document:
+    """Return where the time goes, in parts that the report has too; `num_rows` limits the lists of names."""
+    first = analysis.ranks[0]
+    has_gpu = bool(first.gpu_time.window_ns)
+    parts: list[Part] = [Facts(tuple(_source(analysis))), *gpu_time_parts(first), *step_parts_of_trace(first)]
+    if has_gpu:
+        parts += [replace(kernels.kernel_table(first), num_shown=num_rows), Text(kernels.work_text(first))]
+    if modules.say_more_than_ops(first):
+        names = modules.group_table(first)
+    else:
+        names = replace(kernels.op_table(first), title="ops (the trace names no modules)")
+    parts.append(replace(names, num_shown=num_rows))
+    if analysis.across is not None:
+        parts.append(ranks.rank_table(analysis.across))
+    if facts := (*trace_facts(analysis), *caveats(analysis)):
+        parts.append(Facts(facts))
+    return Document(first.path, trace_verdict(first), (Section("time", "Time", tuple(parts)),))
+
+
+def _source(analysis: Analysis) -> Iterator[Fact]:
+    first, num_ranks = analysis.ranks[0], len(analysis.ranks)
+    name = Path(first.path).name if num_ranks == 1 else f"{num_ranks} ranks"
+    yield Fact("trace", name, plural(sum(rank.num_events for rank in analysis.ranks), "event"))
+    yield Fact("device", first.device_name or ("unnamed GPU" if first.gpu_time.window_ns else "no GPU"))
+    if num := first.steps.height:
+        mean = f"{plural(num, 'step')} of {duration(int(first.steps['duration_ns'].sum()) / num)}"
+        how = STEP_SOURCES[first.step_source]
+        how = f"on average, {how}" if num > 1 else how.replace("each", "it")
+        yield Fact("steps", mean, f"{how}; includes profiler overhead")
+    else:
+        yield Fact("steps", "none found", "nothing in the trace marks the end of a step")
+    if num_ranks > 1:
+        yield Fact("rank", f"{first.rank}", "tables without a rank are of this one; --rank selects another")

@@ -31,8 +31,6 @@ _MODULUS = 1 << 32
 
 
 class Bytes:
-    """Columns one after the other."""
-
     def __init__(self) -> None:
         self._data = bytearray()
 
@@ -80,7 +78,6 @@ class Clock:
         return exact.cast(pl.Int64).clip(0, self.total)
 
     def placed(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Return events with their `start` and `end` in ticks."""
         return frame.with_columns(start=self.ticks("start_ns"), end=self.ticks("end_ns"))
 
 
@@ -173,7 +170,11 @@ def timeline_of(linked: Linked, most_events: int = MOST_EVENTS, most_bytes: int 
                 "lanes": _offsets(data, drawn["lane"], lanes.num),
             },
             "levels": [_level(data, width, blocks, lanes.num) for width, blocks in found],
-            "memory": [_curve(data, curve) for curve in curves],
+            "memory": [
+                {"title": curve.title, "detail": "allocated", "unit_bytes": curve.unit_bytes, "reserved": None}
+                | _packed(data, curve.points, ("time", "allocated", *(["reserved"] if curve.has_reserved else [])))
+                for curve in curves
+            ],
             "steps": _packed(data, clock.placed(linked.steps.table), ("start", "end")),
             "strings": data.add_text(json.dumps(texts, ensure_ascii=False)),
             "labels": data.add_text(json.dumps(labels, ensure_ascii=False)),
@@ -222,12 +223,6 @@ def _offsets(data: Bytes, lane: pl.Series, num_lanes: int) -> dict[str, Any]:
 def _level(data: Bytes, width: int, blocks: pl.DataFrame, num_lanes: int) -> dict[str, Any]:
     lanes, names = _offsets(data, blocks["lane"], num_lanes), ("start", "length", "busy", "num", "color")
     return {"width": width, "lanes": lanes, **_packed(data, blocks.with_columns(length=_LENGTH), names)}
-
-
-def _curve(data: Bytes, curve: Curve) -> dict[str, Any]:
-    names = ("time", "allocated", *(["reserved"] if curve.has_reserved else []))
-    about = {"title": curve.title, "detail": "allocated", "unit_bytes": curve.unit_bytes, "reserved": None}
-    return about | _packed(data, curve.points, names)
 
 
 def _note(linked: Linked, lanes: Lanes, kept: Kept, num_near: int, curves: list[Curve], tick_ns: float) -> str:

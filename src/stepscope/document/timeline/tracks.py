@@ -260,7 +260,6 @@ def _busiest(
 
 
 def _thread_titles(linked: Linked) -> dict[int, str]:
-    """Return the title of each thread, from its name in the trace."""
     titles = {}
     for thread, tid, name in linked.trace.threads.select("thread", "tid", "thread_name").iter_rows():
         found = re.fullmatch(r"thread (-?\d+) \((.+)\)", name or "", re.DOTALL)

@@ -175,8 +175,9 @@ def _unsettled(case: Case) -> list[Finding]:
     row = {"num_unsettled": found.num_unsettled, "num_steps": found.num_steps, "first_ns": found.first_ns,
            "settled_ns": found.settled_ns, "mean_ns": found.mean_ns, "median_ns": case.step_ns}  # fmt: skip
     num = int((case.recording.facts.get("windows") or {}).get("warmup") or 0) + found.num_unsettled
+    were = "was" if found.num_unsettled == 1 else f"{found.num_unsettled} were"
     return one_finding(
-        sentence=f"Of {plural(found.num_steps, 'clean step')}, the first {_were(found.num_unsettled)} still warming "
+        sentence=f"Of {plural(found.num_steps, 'clean step')}, the first {were} still warming "
         f"up: the first took {duration(found.first_ns, 3)}, those in the second half "
         f"{duration(found.settled_ns, 3)} each. The mean ({duration(found.mean_ns, 3)}) therefore includes warm-up.",
         fix=f"stepscope run --warmup {num} --clean {max(20, found.num_steps)} train.py",
@@ -185,10 +186,6 @@ def _unsettled(case: Case) -> list[Finding]:
         falsified_by="record with a longer warm-up; the finding is wrong if step times still fall during it",
         evidence=(Evidence("clean steps", [row]),),
     )
-
-
-def _were(number: int) -> str:
-    return "was" if number == 1 else f"{number} were"
 
 
 def _only_step(case: Case) -> list[Finding]:

@@ -174,7 +174,6 @@ NUM_EVIDENCE_ROWS = 20
 
 
 def findings_html(part: Findings, has_timeline: bool) -> str:
-    """Return every finding, then what passed and what could not be checked."""
     warnings = "".join(f'<p class="note">Note: {escape(warning)}.</p>' for warning in part.warnings)
     cards = "".join(_card(card, has_timeline) for card in part.cards)
     cards = cards or f'<p class="none">{with_code(part.summary)}</p>'
@@ -214,7 +213,6 @@ def _evidence(table: Table) -> str:
 
 
 def _checked(part: Findings) -> str:
-    """Return what passed and what could not be checked, folded."""
     blocks = []
     if part.passed:
         names = ", ".join(escape(name.replace("_", " ")) for name in part.passed)

@@ -48,7 +48,8 @@ def draw_tree(axes: Any, chart: Tree) -> None:
         is_group = bool(inner) and not is_icicle
         # Lighter the deeper it is; what has parts is lighter than them.
         share = min(0.75, 0.28 + 0.09 * level) if is_group else min(0.5, 0.06 * level)
-        face = _lighter(colors[node.id], share)
+        parts = [int(colors[node.id][at : at + 2], 16) for at in (1, 3, 5)]
+        face = "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
         axes.add_patch(Rectangle(tile[:2], *tile[2:], facecolor=face, edgecolor="#ffffff", linewidth=1.0))
         lines = _lines(chart, node, tile, is_group)
         if lines and (not is_group or _has_line(tile)):  # else its parts lie over its name
@@ -148,11 +149,6 @@ def _strip(areas: Sequence[float], tile: Tile) -> tuple[list[Tile], Tile]:
     if width >= height:
         return [Tile(x, y + at, thick, length) for at, length in places], Tile(x + thick, y, width - thick, height)
     return [Tile(x + at, y, length, thick) for at, length in places], Tile(x, y + thick, width, height - thick)
-
-
-def _lighter(color: str, share: float) -> str:
-    parts = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_AN_INCH = 12.0, 7.0, 100
