@@ -43,7 +43,7 @@ def moved(table: pl.DataFrame, by_ns: int) -> pl.DataFrame:
 
 
 def offsets_of(matched: analysis.Matched, **options: Any) -> dict[int, dict[str, Any]]:
-    return {row["rank"]: row for row in clock_alignment(matched, **options).offsets.to_dicts()}
+    return {row["rank"]: row for row in clock_alignment(matched, **options).to_dicts()}
 
 
 def stragglers_of(per_rank: Mapping[int, pl.DataFrame]) -> analysis.Stragglers:

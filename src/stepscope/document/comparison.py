@@ -38,7 +38,11 @@ def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
     sections = [Section("changes", "Changes", tuple(first))]
     if detailed is not None:
         at = "" if is_one else f" at {detailed.name}"
-        tables = tuple(_parts(table, num_rows) for table in _shown_tables(detailed))
+        # Changes within the noise or the threshold have no causes.
+        changes = [detailed.change("step_time"), detailed.change("peak_memory")]
+        unchanged = {change.unit for change in changes if change and change.verdict in (NO_DIFFERENCE, SAME)}
+        shown = [table for table in detailed.tables if table.delta and table.unit not in unchanged]
+        tables = tuple(_parts(table, num_rows) for table in shown)
         sections.append(Section("causes", f"Where the change comes from{at}", tables))
         sections.append(Section("differences", "What else differs", tuple(_differences(detailed, pairs))))
     return Document("comparison", headline(comparison), tuple(section for section in sections if section.parts))
@@ -199,13 +203,6 @@ def _differences(pair: Pair, pairs: Sequence[Pair]) -> Iterator[Part]:
 def _table(id: str, title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> Table:
     columns = {name: [row[place] for row in rows] for place, name in enumerate(titles)}
     return Table(id, title, columns, num_shown=len(rows), **more)
-
-
-def _shown_tables(pair: Pair) -> list[Parts]:
-    """Return the tables of changes that are larger than the noise and the threshold."""
-    changes = [pair.change("step_time"), pair.change("peak_memory")]
-    unchanged = {change.unit for change in changes if change and change.verdict in (NO_DIFFERENCE, SAME)}
-    return [table for table in pair.tables if table.delta and table.unit not in unchanged]
 
 
 def _lacks(pair: Pair) -> list[str]:

@@ -243,7 +243,8 @@ def sentences(comparison: DtypeComparison) -> Iterator[str]:
             pace = f"as fast as {REFERENCE}"
         doubt = "" if comparison.is_different(row) else " (not significant: the 95 % intervals overlap)"
         changes = comparison.changes(row)[:NUM_CLASSES]
-        told = ", ".join(f"{_CLASSES.get(one.name, one.name)} {_signed_time(one.change_ns)}" for one in changes)
+        found = [(_CLASSES.get(name, name), "+" if ns >= 0 else "−", duration(abs(ns), 2)) for name, ns in changes]
+        told = ", ".join(f"{name} {sign}{time}" for name, sign, time in found)
         casts = f"; {plural(row.num_casts, 'cast')} per step" if row.num_casts else ""
         yield f"{row.dtype} is {pace}{doubt}{': ' + told if told else ''}{casts}.{_waiting(comparison, row)}"
 
@@ -257,10 +258,6 @@ def _waiting(comparison: DtypeComparison, row: DtypeRow) -> str:
         f" The GPU is busy for {duration(work_ns, 3)} of {duration(row.time.median, 3)} and waits for the host "
         "otherwise, so less GPU work does not shorten the step."
     )
-
-
-def _signed_time(ns: int) -> str:
-    return f"{'+' if ns >= 0 else '−'}{duration(abs(ns), 2)}"
 
 
 def _exponent(value: float | None, form: str = ".1e") -> str:

@@ -57,7 +57,7 @@ def rank_facts(across: AcrossRanks) -> Iterator[Fact]:
 
 
 def _clocks(across: AcrossRanks) -> str:
-    offsets = across.clocks.offsets
+    offsets = across.clocks
     tied = offsets.filter(pl.col("rank") != pl.col("reference"))
     if tied.is_empty():
         return "not aligned: no collective is in the traces of two ranks"

@@ -40,7 +40,7 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
     """
     builder = Builder()
     problems = Problems()
-    pieces: list[_Piece] = []
+    pieces: list[tuple[int, int, bool]] = []  # first event, position, whether it begins inside something broken
     is_closed = False
     num_passed_over = 0
     tail = data[-1024:]
@@ -49,7 +49,7 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
         # A piece ends where an event seems to end; the decoder notices if it does not.
         match = _BETWEEN.search(data, position + _PIECE)
         end, resume = (match.start() + 1, match.end()) if match else (length, len(data))
-        pieces.append(_Piece(builder.num_events, position, is_lost))
+        pieces.append((builder.num_events, position, is_lost))
         if not is_lost and end - position <= LARGEST_EVENT:
             try:
                 builder.add(decode_events(b"[" + data[position:end] + b"]"))
@@ -74,20 +74,13 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
     return Decoded(columns, problems, base + position, is_closed, is_lost, num_unsound, num_passed_over)
 
 
-@dataclass
-class _Piece:
-    first_event: int
-    position: int
-    is_lost: bool
-
-
-def _offset(data: bytes, base: int, pieces: list[_Piece], event: int) -> int:
-    after = bisect_right(pieces, event, key=lambda piece: piece.first_event)
-    piece = pieces[after - 1]
-    stop = pieces[after].position if after < len(pieces) else None
-    offsets = scan_events(data, base, piece.position, stop, is_lost=piece.is_lost).offsets
-    index = event - piece.first_event
-    return offsets[index] if index < len(offsets) else base + piece.position
+def _offset(data: bytes, base: int, pieces: list[tuple[int, int, bool]], event: int) -> int:
+    after = bisect_right(pieces, event, key=lambda piece: piece[0])
+    first_event, position, is_lost = pieces[after - 1]
+    stop = pieces[after][1] if after < len(pieces) else None
+    offsets = scan_events(data, base, position, stop, is_lost=is_lost).offsets
+    index = event - first_event
+    return offsets[index] if index < len(offsets) else base + position
 
 
 _MARK = b"stepscope"

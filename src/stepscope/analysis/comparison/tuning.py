@@ -137,10 +137,7 @@ def tuning_of(
     )
 
 
-@dataclass(frozen=True)
-class _Samples:
-    costs_ns: list[float]  # nanoseconds per token, or per step
-    is_again: bool
+_Samples = tuple[list[float], bool]  # nanoseconds per token, or per step, and whether they were measured again
 
 
 def _final_samples(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> dict[str, list[float]]:
@@ -159,15 +156,16 @@ def _samples(row: Mapping[str, Any], last: Mapping[str, list[float]], drift: flo
     """Return a point's final samples, else the search's samples corrected for drift."""
     tokens = row.get("num_tokens") or 1
     if taken := last.get(row["hash"]):
-        return _Samples([sample / tokens for sample in taken], True)
+        return [sample / tokens for sample in taken], True
     scale = row["tune"].get("scale", 1.0) * drift / tokens
-    return _Samples([sample * scale for sample in row.get("samples_device_ns") or []], False)
+    return [sample * scale for sample in row.get("samples_device_ns") or []], False
 
 
 def _tried(row: Mapping[str, Any], base: Mapping[str, Any] | None, summary: PointSummary, samples: _Samples) -> Tried:
     tune, tokens = row["tune"], row.get("num_tokens") or 1
     loss = tune.get("loss") or {}
-    cost = quantile(sorted(samples.costs_ns), 0.5) if samples.costs_ns else None
+    costs_ns, is_again = samples
+    cost = quantile(sorted(costs_ns), 0.5) if costs_ns else None
     mfu = summary.mfu
     start = {} if base is None else {**base["config"], **base["run"]}
     peaks = (summary.peak_reserved_bytes, summary.peak_allocated_bytes, summary.peak_resident_bytes)
@@ -181,8 +179,8 @@ def _tried(row: Mapping[str, Any], base: Mapping[str, Any] | None, summary: Poin
         predicted_bytes=tune.get("predicted_bytes"),
         per_s=1e9 / cost if cost else None,
         time_ns=cost * tokens if cost else None,
-        num_samples=len(samples.costs_ns),
-        is_measured_again=samples.is_again,
+        num_samples=len(costs_ns),
+        is_measured_again=is_again,
         memory_bytes=next((peak for peak in peaks if peak is not None), None),
         # The share follows the time, which may be from the final measurements.
         mfu_share=mfu.share * summary.time.median / (cost * tokens) if mfu and summary.time and cost else None,
@@ -214,10 +212,10 @@ def _gain(best: Tried | None, other: Tried | None, samples: Mapping[str, _Sample
     """Return the gain of the best over another; None if there is nothing to compare."""
     if best is None or other is None or best.hash == other.hash or other.status != OK:
         return None
-    new, old = samples[best.hash], samples[other.hash]
-    if min(len(new.costs_ns), len(old.costs_ns)) < MIN_SAMPLES:
+    (new, is_new_again), (old, is_old_again) = samples[best.hash], samples[other.hash]
+    if min(len(new), len(old)) < MIN_SAMPLES:
         return None
-    found = difference(old.costs_ns, new.costs_ns)
+    found = difference(old, new)
     return Gain(
         over=other.hash,
         speedup=1 / found.ratio,
@@ -225,5 +223,5 @@ def _gain(best: Tried | None, other: Tried | None, samples: Mapping[str, _Sample
         high=1 / found.low,
         p_value=found.p_value,
         is_significant=found.is_significant,
-        is_measured_again=new.is_again and old.is_again,
+        is_measured_again=is_new_again and is_old_again,
     )

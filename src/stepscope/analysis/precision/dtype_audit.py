@@ -163,6 +163,7 @@ class DtypeAudit(Shown):
 
     @property
     def weight_casts(self) -> WeightCasts:
+        """Weight casts by autocast."""
         rows = [row for row in self.facts["casts"] if row["of"] == "weight" and row["by"] == "autocast"]
         num_casts = sum(sum(row["num_by_micro_batch"]) for row in rows)
         num_first = sum(row["num_by_micro_batch"][0] for row in rows)

@@ -37,12 +37,6 @@ class DtypeRow:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ClassChange:
-    name: str
-    change_ns: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class DtypeComparison:
     """The dtypes of one configuration, fp32 first."""
@@ -74,16 +68,16 @@ class DtypeComparison:
         reference = self.reference
         return (row.time, reference.time) if reference and reference.time and row.time else None
 
-    def changes(self, row: DtypeRow) -> list[ClassChange]:
-        """Return kernel classes that take more or less time than in fp32, the largest change first."""
+    def changes(self, row: DtypeRow) -> list[tuple[str, int]]:
+        """Return by how many ns kernel classes take longer than in fp32 (or less), the largest change first."""
         reference = self.reference
         if reference is None or not row.class_ns or not reference.class_ns:
             return []
         total = sum(reference.class_ns.values())
         names = {*row.class_ns, *reference.class_ns}
-        found = [ClassChange(name, row.class_ns.get(name, 0) - reference.class_ns.get(name, 0)) for name in names]
-        kept = [one for one in found if abs(one.change_ns) >= LEAST_SHARE * total]
-        return sorted(kept, key=lambda one: (-abs(one.change_ns), one.name))
+        found = [(name, row.class_ns.get(name, 0) - reference.class_ns.get(name, 0)) for name in names]
+        kept = [(name, ns) for name, ns in found if abs(ns) >= LEAST_SHARE * total]
+        return sorted(kept, key=lambda one: (-abs(one[1]), one[0]))
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values (docs/precision.md)."""

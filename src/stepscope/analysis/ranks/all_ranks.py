@@ -27,6 +27,7 @@ class Analysis(Shown):
 
     @classmethod
     def of(cls, accounts: Sequence[RankAccount]) -> Analysis:
+        """Return the analysis of ranks from their accounts."""
         ordered = tuple(sorted(accounts, key=lambda account: account.rank))
         return cls(ordered, across_ranks(ordered) if len(ordered) > 1 else None)
 
@@ -58,7 +59,7 @@ class AcrossRanks:
     """Collectives that several ranks took part in."""
 
     matched: side_by_side.Matched
-    clocks: side_by_side.ClockAlignment
+    clocks: pl.DataFrame  # each rank's clock offset (`side_by_side.clock_alignment`)
     stragglers: side_by_side.Stragglers
     table: pl.DataFrame  # each rank's GPU time side by side
 
@@ -75,7 +76,7 @@ def _across_json(across: AcrossRanks, most: int) -> dict[str, Any]:
         "gpu_time": across.table.to_dicts(),
         "unmatched_collectives": across.matched.unlinked.to_json(),
         "unmatched_reasons": across.matched.unmatched.to_dicts(),
-        "clocks": across.clocks.offsets.to_dicts(),
+        "clocks": across.clocks.to_dicts(),
         "stragglers": across.stragglers.ranks.to_dicts(),
         "num_clamped": across.stragglers.num_clamped,
         "waits": across.stragglers.pairs.head(most).to_dicts(),

@@ -87,17 +87,12 @@ def _reason(**cases: pl.Expr) -> pl.Expr:
     return pl.coalesce(*(pl.when(case).then(pl.lit(name)) for name, case in cases.items())).alias("reason")
 
 
-@dataclass(frozen=True)
-class ClockAlignment:
-    offsets: pl.DataFrame
-    """One row per rank. `reference`: the lowest rank that collectives connect it to. `offset_ns`: its clock minus the
-    reference's. `earliest_ns`, `latest_ns`: the causal bounds of the offset. `is_contradicted`: the bounds are empty,
-    so a match or a time is wrong. `num_calls`: collectives used. `skew_ns`: the offset beyond the traces' base times.
-    """
+def clock_alignment(matched: Matched, base_times_ns: Mapping[int, int] | None = None) -> pl.DataFrame:
+    """Return each rank's clock offset to the lowest rank, in ns, one row per rank.
 
-
-def clock_alignment(matched: Matched, base_times_ns: Mapping[int, int] | None = None) -> ClockAlignment:
-    """Return each rank's clock offset to the lowest rank, in ns.
+    `reference`: the lowest rank that collectives connect it to. `offset_ns`: its clock minus the reference's.
+    `earliest_ns`, `latest_ns`: the causal bounds of the offset. `is_contradicted`: the bounds are empty, so a match
+    or a time is wrong. `num_calls`: collectives used. `skew_ns`: the offset beyond the traces' base times.
 
     Ranks leave a synchronizing collective nearly together: the offset is the median difference of their ends, its
     uncertainty half the inter-quartile range. Systematic differences, as from the position in a ring, cannot be seen.
@@ -119,7 +114,7 @@ def clock_alignment(matched: Matched, base_times_ns: Mapping[int, int] | None = 
     bases = pl.col("rank", "reference").replace_strict(dict(base_times_ns or {}), default=0, return_dtype=pl.Int64)
     base = found.select(bases)
     skew = pl.col("offset_ns") + base["rank"] - base["reference"]
-    return ClockAlignment(found.with_columns(skew_ns=skew).sort("rank"))
+    return found.with_columns(skew_ns=skew).sort("rank")
 
 
 def _edges(calls: pl.DataFrame) -> pl.DataFrame:
@@ -199,7 +194,7 @@ class Stragglers:
         return int(self.ranks["wait_ns"].sum()) / max(1, int(self.ranks["communication_ns"].sum()))
 
 
-def stragglers(matched: Matched, clocks: ClockAlignment) -> Stragglers:
+def stragglers(matched: Matched, clocks: pl.DataFrame) -> Stragglers:
     """Return for every matched synchronizing collective which rank arrived last and how long the others waited.
 
     A rank waits from its own start to the last one's, at most for its kernel's duration (`is_clamped`); the rest is
@@ -209,7 +204,7 @@ def stragglers(matched: Matched, clocks: ClockAlignment) -> Stragglers:
     offset = pl.col("offset_ns")
     aligned = (
         matched.calls.filter(pl.col("collective").is_in(SYNCHRONIZING))
-        .join(clocks.offsets.select("rank", "offset_ns", "uncertainty_ns"), on="rank")
+        .join(clocks.select("rank", "offset_ns", "uncertainty_ns"), on="rank")
         .with_columns(pl.col("start_ns") - offset, pl.col("end_ns") - offset)
         .sort("call", "start_ns", "rank", descending=[False, True, False])
     )

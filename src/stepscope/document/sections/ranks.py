@@ -146,7 +146,7 @@ def _collectives(analysis: Analysis) -> Iterator[Part]:
 def _clocks(across: AcrossRanks) -> Iterator[Table]:
     names = "rank reference offset_ns uncertainty_ns skew_ns num_calls is_contradicted"
     note = "offset: this rank's clock minus the reference's; skew: after the base times of the traces"
-    yield table_of(across.clocks.offsets, "clocks", "clocks of the ranks", names, _MOST_RANKS, note=note)
+    yield table_of(across.clocks, "clocks", "clocks of the ranks", names, _MOST_RANKS, note=note)
     lost = across.matched.unmatched
     if lost.height:
         reasons = lost.with_columns(pl.col("reason").replace_strict(REASONS, default=None).alias("meaning"))

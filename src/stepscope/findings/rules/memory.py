@@ -1,6 +1,6 @@
 """Rules about memory: logits, checkpointing, fragmentation, leaks and the driver's allocator."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import polars as pl
 
@@ -31,26 +31,15 @@ def is_worth_bytes(case: Case, saving_bytes: int | None) -> bool:
     return bool(saving_bytes) and (saving_bytes or 0) >= max(_LEAST_BYTES, _WORTH_SHARE * case.memory.peak_bytes)
 
 
-@dataclass(frozen=True)
-class Retries:
-    """Allocator retries of a recording, and the number of steps they were counted in."""
-
-    num: int
-    num_steps: int
-
-    @property
-    def are_in_every_step(self) -> bool:
-        """Whether they recur, which `allocator_churn` reports; fewer only show that memory is full."""
-        return self.num_steps > 0 and self.num >= _RETRIES_PER_STEP * self.num_steps
-
-
-def retries_of(case: Case) -> Retries | None:
-    """Return the retries in a recording's warm-up and clean steps; None if they were not counted."""
+def retries_of(case: Case) -> tuple[int, int, bool] | None:
+    """Return the retries in a recording's warm-up and clean steps, those steps, and whether they recur in every step,
+    which `allocator_churn` reports: fewer only show that memory is full. None if they were not counted."""
     facts = case.recording.facts if case.has_recording else {}
     counted = (facts.get("memory") or {}).get("num_allocator_retries")
     if not isinstance(counted, int):
         return None
-    return Retries(counted, sum(sample.window in ("warmup", "clean") for sample in case.recording.samples))
+    num_steps = sum(sample.window in ("warmup", "clean") for sample in case.recording.samples)
+    return counted, num_steps, 0 < _RETRIES_PER_STEP * num_steps <= counted
 
 
 _ONE_PASS = 1.5  # a loss faster than this many times a fused one is fused
@@ -212,9 +201,8 @@ def memory_pressure(case: Case) -> list[Finding]:
     else:
         fix = _WITH_EXPANDABLE
     counted = retries_of(case)
-    is_reported = counted is not None and counted.are_in_every_step  # allocator_churn reports it
     again = ""
-    if retries and not is_reported:
+    if retries and not (counted and counted[2]):  # else `allocator_churn` reports it
         again = f" The allocator returned its cache {plural(retries, 'time')} to make room."
     of = f" (of {size(total)} on the device)" if total else ""
     return one_finding(
@@ -337,7 +325,7 @@ def allocator_churn(case: Case) -> list[Finding]:
     return found or _retrying(case, retries)
 
 
-def _calls(case: Case, retries: Retries | None) -> list[Finding]:
+def _calls(case: Case, retries: tuple[int, int, bool] | None) -> list[Finding]:
     if case.work.is_empty():
         return []
     calls = case.within(allocator_calls(case.linked))
@@ -357,8 +345,8 @@ def _calls(case: Case, retries: Retries | None) -> list[Finding]:
     else:
         fix = "keep tensor sizes the same in every step: pad to a few lengths; or " + _WITH_EXPANDABLE
     told = ""
-    if retries and retries.are_in_every_step:
-        told = f" The allocator ran out of memory and retried {plural(retries.num, 'time')}."
+    if retries and retries[2]:
+        told = f" The allocator ran out of memory and retried {plural(retries[0], 'time')}."
     return one_finding(
         sentence=f"Each step allocates memory from the driver "
         f"{plural((calls.height - given_back.height) / case.num_steps, 'time')} and returns it "
@@ -374,20 +362,21 @@ def _calls(case: Case, retries: Retries | None) -> list[Finding]:
     )
 
 
-def _retrying(case: Case, retries: Retries | None) -> list[Finding]:
+def _retrying(case: Case, retries: tuple[int, int, bool] | None) -> list[Finding]:
     """Return the finding from the recording's counters, if the traced steps do not show it."""
-    if retries is None or not retries.are_in_every_step:
+    if retries is None or not retries[2]:
         return []
+    num, num_steps, _ = retries
     memory = case.recording.facts["memory"]
     reserved, total = (memory.get(name) for name in ("peak_reserved_bytes", "driver_total_bytes"))
     held = f" with {size(reserved)} of {size(total)} reserved" if reserved and total else ""
     return one_finding(
-        sentence=f"The allocator ran out of memory {plural(retries.num, 'time')} in {retries.num_steps:,} "
+        sentence=f"The allocator ran out of memory {plural(num, 'time')} in {num_steps:,} "
         f"steps{held}. Each time, it returned its cache to the driver and allocated again.",
         fix=_WITH_EXPANDABLE + "  # or a smaller batch",
         derived="counted by the allocator; no traced step shows the cost",
         confidence="medium",
         falsified_by="watch num_alloc_retries in torch.cuda.memory_stats(); the finding is wrong if it stops growing "
         "after the first steps",
-        evidence=(Evidence("allocator", [{"num_retries": retries.num, "num_steps": retries.num_steps}]),),
+        evidence=(Evidence("allocator", [{"num_retries": num, "num_steps": num_steps}]),),
     )
