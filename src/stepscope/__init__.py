@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stepscope.analysis.comparison.tuning import Tuning
     from stepscope.analysis.comparison.verification import Verification
     from stepscope.analysis.precision.dtype_audit import DtypeAudit
-    from stepscope.analysis.ranks.all_ranks import Analysis
+    from stepscope.analysis.ranks.rank_account import Analysis
     from stepscope.api import (
         Recorder,
         analyze,
@@ -77,7 +77,7 @@ _MODULES = {
     "analysis.comparison.tuning": "Tuning",
     "analysis.comparison.verification": "Verification",
     "analysis.precision.dtype_audit": "DtypeAudit",
-    "analysis.ranks.all_ranks": "Analysis",
+    "analysis.ranks.rank_account": "Analysis",
     "document.card": "Card",
     "document.model": "Document",
     "errors": "MissingDependencyError NotComparableError RecordingError StepscopeError TraceError Unavailable "

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from any_trace import any_trace
 from call_count import num_calls
-from stepscope.analysis.ranks.all_ranks import Analysis
+from stepscope.analysis.ranks.rank_account import Analysis
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.time.gpu_time import gpu_time
 from stepscope.analysis.time.idle_causes import CAUSES, idle_causes, idle_gaps

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from analyze_verb import analyze, as_json, assert_mistake, training
 
-from stepscope.analysis.ranks.all_ranks import Analysis
+from stepscope.analysis.ranks.rank_account import Analysis
 from stepscope.cli.main import VERBS, main
 from trace_builder import TraceBuilder
 

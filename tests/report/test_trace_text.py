@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.ranks.all_ranks import Analysis
-from stepscope.analysis.ranks.rank_account import account
+from stepscope.analysis.ranks.rank_account import Analysis, account
 from stepscope.document.sections.time import analysis_document
 from stepscope.document.verdict import trace_verdict
 from stepscope.render.terminal import terminal_text

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from stepscope.analysis.comparison.compare import Comparison
-    from stepscope.analysis.ranks.all_ranks import Analysis
+    from stepscope.analysis.ranks.rank_account import Analysis
     from stepscope.document.card import Card
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf

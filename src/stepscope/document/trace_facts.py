@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
-from stepscope.analysis.ranks.rank_account import RankAccount
+from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAccount
 from stepscope.document.kernel_names import short_name
 from stepscope.document.model import Fact
 from stepscope.formatting import average, duration, percent, plural, safe, shortened, size

@@ -11,7 +11,7 @@ import polars.selectors as cs
 
 from stepscope.analysis.ranks.rank_account import RankAccount, account_of
 from stepscope.analysis.structure.links import link
-from stepscope.exporters.json_lines import mapped
+from stepscope.exporters.perfetto import mapped
 from stepscope.exporters.selection import Selection
 from stepscope.findings.finding import Finding
 from stepscope.render.csv import guarded

@@ -19,8 +19,7 @@ from stepscope.analysis.memory.account import account as account_for_memory
 from stepscope.analysis.memory.allocator_events import trace_memory
 from stepscope.analysis.memory.left_behind import MemoryGrowth, growth_between_steps, growth_in_window
 from stepscope.analysis.precision.casts import casts
-from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
-from stepscope.analysis.ranks.rank_account import RankAccount, account_of, device_name
+from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAccount, account_of, device_name
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.structure.work import with_sizes, work

@@ -20,8 +20,7 @@ from stepscope.trace.sweep_file import Sweep, read_sweep
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.sweeps import SweepSummary
-    from stepscope.analysis.ranks.all_ranks import Analysis
-    from stepscope.analysis.ranks.rank_account import RankAccount
+    from stepscope.analysis.ranks.rank_account import Analysis, RankAccount
     from stepscope.analysis.structure.links import Linked
     from stepscope.analysis.time.summary import Summary
     from stepscope.session.case import Case
@@ -160,7 +159,7 @@ class Session:
         """Return where the time goes on every rank. One trace is in memory at a time, and none is kept."""
         traces = self._ranks(rank)
         # Reading releases the interpreter and importing needs little else: this saves 0.15 s.
-        Thread(target=import_module, args=("stepscope.analysis.ranks.all_ranks",), daemon=True).start()
+        Thread(target=import_module, args=("stepscope.analysis.ranks.rank_account",), daemon=True).start()
         accounts: dict[int, RankAccount] = {}
         for opened in traces:
             from stepscope.analysis.ranks.rank_account import account
@@ -170,7 +169,7 @@ class Session:
                 raise two_of_one_rank(opened.rank, Path(accounts[opened.rank].path), opened.path)
             accounts[opened.rank] = account(opened.trace, opened.rank, step)
             del opened  # before the next is read
-        from stepscope.analysis.ranks.all_ranks import Analysis
+        from stepscope.analysis.ranks.rank_account import Analysis
 
         return Analysis.of(list(accounts.values()))
 

@@ -8,8 +8,7 @@ from stepscope.analysis.comparison.compare import ASPECTS, Parts, Subject
 from stepscope.analysis.comparison.metrics import Measure
 from stepscope.analysis.kernels.ops import module_groups
 from stepscope.analysis.memory.allocator_events import at_peak_by
-from stepscope.analysis.ranks.all_ranks import Analysis
-from stepscope.analysis.ranks.rank_account import RankAccount
+from stepscope.analysis.ranks.rank_account import Analysis, RankAccount
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED
 from stepscope.analysis.time.statistics import quantile
 

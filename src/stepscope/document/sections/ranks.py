@@ -5,8 +5,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.collectives import collectives_by_size
+from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis
 from stepscope.analysis.ranks.side_by_side import REASONS
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text, Value
 from stepscope.document.tables import columns_of, mapping, plain, table_of

@@ -7,8 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.ranks.all_ranks import NUM_ROWS, Analysis
-from stepscope.analysis.ranks.rank_account import RankAccount
+from stepscope.analysis.ranks.rank_account import NUM_ROWS, Analysis, RankAccount
 from stepscope.analysis.time.idle_causes import CAUSES
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED, Row
 from stepscope.analysis.time.step_parts import gpu_rows_of_trace, gpu_split, host_rows, host_rows_of_trace, waiting_ns

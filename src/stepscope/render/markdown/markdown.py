@@ -5,19 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepscope.document import model
-from stepscope.document.model import (
-    Bars,
-    Chart,
-    Document,
-    Facts,
-    Findings,
-    Heat,
-    Lines,
-    Scatter,
-    Section,
-    Table,
-    Tree,
-)
+from stepscope.document.model import Bars, Chart, Document, Facts, Findings, Heat, Lines, Table, Tree
 from stepscope.formatting import cell, fit_names, heading, is_numeric, percent, plural, title_of
 from stepscope.render.axes import finite, totals, why_missing
 from stepscope.render.colors import children_of
@@ -92,7 +80,7 @@ def _at(series: model.Series, places: Sequence[float], name: str) -> list[str]:
     return [by_place.get(x, "") for x in places]
 
 
-def _scatter(chart: Scatter, most: int, num_letters: int) -> list[str]:
+def _scatter(chart: model.Scatter, most: int, num_letters: int) -> list[str]:
     dots = sorted(chart.points, key=lambda dot: -dot.weight)[:most]
     if not dots:
         return []
@@ -149,7 +137,7 @@ def _heat(chart: Heat, most: int, num_letters: int) -> list[str]:
 _WRITERS: dict[type[Chart], Callable[[Any, int, int], list[str]]] = {
     Bars: _bars,
     Lines: _lines,
-    Scatter: _scatter,
+    model.Scatter: _scatter,
     Tree: _tree,
     Heat: _heat,
 }
@@ -229,7 +217,7 @@ class _Writer:
     files: dict[int, str]  # file of each chart and table, by its id(); empty if there are no files
     is_folded: bool
 
-    def section(self, section: Section) -> list[str]:
+    def section(self, section: model.Section) -> list[str]:
         lines: list[str] = []
         for part, following in zip(section.parts, [*section.parts[1:], None]):
             found = self._part(part, following)
