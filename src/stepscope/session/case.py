@@ -61,7 +61,6 @@ class Case:
 
     @property
     def recording(self) -> Recording:
-        """The facts and step times of the recording."""
         if self._recording is None:
             raise Unavailable("This takes a recording, not only a trace. Make one with `stepscope run train.py`.")
         return self._recording

@@ -63,8 +63,6 @@ class Numbers(dict[Any, int]):
 
 
 class _Threads(dict[tuple[Any, Any], int]):
-    """A number for each pair of process and thread."""
-
     def __init__(self) -> None:
         self.numbers = Numbers()
 

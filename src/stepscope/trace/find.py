@@ -224,7 +224,6 @@ def refuse_two_of_one_rank(files: Sequence[TraceFile], rank: int | None = None) 
 
 
 def two_of_one_rank(rank: int, one: Path, other: Path) -> UsageError:
-    """The complaint, which names both."""
     return UsageError(
         f"{one} and {other} are both of rank {rank}, as of two windows or two runs: name one file for each rank"
     )

@@ -78,8 +78,6 @@ class Problems(dict[str, Problem]):
 
 @dataclass
 class Scanned:
-    """The result for a stretch of a list of events."""
-
     events: list[Event] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)

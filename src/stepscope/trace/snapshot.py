@@ -32,8 +32,6 @@ _NOT_THE_USERS = re.compile(
 
 
 class Block(NamedTuple):
-    """A piece of a segment."""
-
     address: int
     bytes: int
     requested_bytes: int
@@ -50,8 +48,6 @@ class Segment(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One action of the allocator, in order."""
-
     action: str
     address: int
     bytes: int

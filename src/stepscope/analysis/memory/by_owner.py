@@ -28,8 +28,6 @@ class LevelsBy:
 
 @dataclass(frozen=True)
 class Alive:
-    """Similar allocations alive at the peak."""
-
     owner: str | None
     phase: str | None
     module: str | None  # `*` replaces every number

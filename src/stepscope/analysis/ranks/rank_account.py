@@ -35,8 +35,6 @@ _NUM_GAPS = 1000  # number of gaps listed individually; finding the host's activ
 
 @dataclass(frozen=True)
 class RankAccount:
-    """The account of one rank, with complete tables."""
-
     rank: int
     path: str
     device_name: str | None

@@ -27,8 +27,6 @@ _NUM = pl.len().cast(pl.Int64)
 
 @dataclass(frozen=True)
 class Matched:
-    """The same collectives on several ranks."""
-
     calls: pl.DataFrame
     """One row per call and rank: `call`, `group`, `group_size`, `collective`, `step`, `rank`, `bytes`, `start_ns`,
     `end_ns`, `duration_ns`, on the rank's own clock. Calls are numbered by their start on the lowest rank."""

@@ -244,8 +244,6 @@ PASSES = {
 
 @dataclass(frozen=True)
 class WarmUp:
-    """One split of a run's passes into warm-up and samples."""
-
     what: str  # A name in PASSES
     num_warmup: int
     time: Distribution  # nanoseconds of the passes after the warm-up

@@ -12,8 +12,6 @@ _NUMBER = re.compile(r"\d{1,9}$")
 
 
 class Branch:
-    """A part with the parts inside it."""
-
     def __init__(self, is_ordered: bool = False) -> None:
         self.is_ordered = is_ordered  # whether the parts inside stay in the order in which they were added
         self.own = 0  # what is in none of the parts inside
