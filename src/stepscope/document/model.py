@@ -5,8 +5,6 @@ Figures stay as they were measured, under names that end in their unit (`total_n
 work where nothing but torch is installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -155,6 +153,15 @@ class Lines(Chart):
 
 
 @dataclass(frozen=True)
+class Dot:
+    x: float
+    y: float
+    weight: float  # its area: a share of all; 0 of all dots: they have none, and are of one size
+    name: str
+    group: str  # for its color
+
+
+@dataclass(frozen=True)
 class Scatter(Chart):
     """Dots of different sizes between limits: a roofline."""
 
@@ -167,12 +174,12 @@ class Scatter(Chart):
 
 
 @dataclass(frozen=True)
-class Dot:
-    x: float
-    y: float
-    weight: float  # its area: a share of all; 0 of all dots: they have none, and are of one size
+class Node:
+    id: str
+    parent: str  # "" of the first
     name: str
-    group: str  # for its color
+    value: float  # with everything in it: no less than what its children have together
+    color: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,15 +189,6 @@ class Tree(Chart):
     shape: Literal["icicle", "treemap"]
     unit: str
     nodes: tuple[Node, ...]  # a parent comes before its children; the first is the whole
-
-
-@dataclass(frozen=True)
-class Node:
-    id: str
-    parent: str  # "" of the first
-    name: str
-    value: float  # with everything in it: no less than what its children have together
-    color: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Links between events: launch and kernel, op and launch, backward and forward, module, step, phase."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,6 +11,21 @@ from stepscope.analysis.structure.nesting import ancestor, last_started, matches
 from stepscope.analysis.structure.steps import LABELS, Steps, at_times, find_steps
 from stepscope.analysis.time.gpu_time import with_activity
 from stepscope.trace.tables import Trace
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many events could not be linked, out of how many."""
+
+    num: int
+    num_all: int
+
+    @property
+    def share(self) -> float:
+        return self.num / self.num_all if self.num_all else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return {"num": self.num, "num_all": self.num_all, "share": self.share}
 
 
 @dataclass(frozen=True)
@@ -30,21 +43,6 @@ class Linked:
     steps: Steps
     modules: Modules
     unlinked: dict[str, Share]  # events that could not be linked, by kind of link
-
-
-@dataclass(frozen=True)
-class Share:
-    """How many events could not be linked, out of how many."""
-
-    num: int
-    num_all: int
-
-    @property
-    def share(self) -> float:
-        return self.num / self.num_all if self.num_all else 0.0
-
-    def to_json(self) -> dict[str, float]:
-        return {"num": self.num, "num_all": self.num_all, "share": self.share}
 
 
 def link(trace: Trace, steps: Steps | None = None) -> Linked:
