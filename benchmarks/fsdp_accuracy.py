@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stepscope.devices.peaks import find_device
+from stepscope.devices.limits import find_device
 from stepscope.planner.emulation.fsdp import units
 from stepscope.planner.prediction import Planner
 from stepscope.sweep import measure, prepare

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from stepscope.devices.peaks import find_device
+from stepscope.devices.limits import find_device
 from stepscope.planner.prediction import FITS, TOO_CLOSE, TOO_LARGE, Planner
 from stepscope.sweep import measure, prepare
 from stepscope.sweep.grid import Grid, Point

@@ -329,7 +329,7 @@ def build(name: str = "linear fp32") -> Callable[[], Any]:
 
 def predicted(name: str) -> dict[str, Any]:
     """The peak that is planned for, on an H200."""
-    from stepscope.devices.peaks import find_device
+    from stepscope.devices.limits import find_device
     from stepscope.planner.prediction import Planner
     from stepscope.sweep.grid import Grid
     from stepscope.workloads.registry import find

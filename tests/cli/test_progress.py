@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from stepscope.cli.support import progress
-from stepscope.cli.support.progress import Progress
+from stepscope.cli.support import output
+from stepscope.cli.support.output import Progress
 
 
 class Terminal(io.StringIO):
@@ -23,7 +23,7 @@ class Gone(Terminal):
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     return now
 
 

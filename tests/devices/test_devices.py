@@ -16,7 +16,7 @@ from stepscope.devices import (
     nearest_names,
     save_ceilings,
 )
-from stepscope.devices.peaks import DTYPES
+from stepscope.devices.limits import DTYPES
 from stepscope.errors import StepscopeError
 
 # What the makers print with 2:4 sparsity, in TFLOP/s by dtype: the numbers that must never be in the table.

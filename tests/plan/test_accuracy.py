@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from step_bytes import measured_bytes  # noqa: E402  torch may be missing
 
 from stepscope.analysis.memory.account import account  # noqa: E402
-from stepscope.devices.peaks import find_device  # noqa: E402
+from stepscope.devices.limits import find_device  # noqa: E402
 from stepscope.planner.emulation import dataless as ghosts  # noqa: E402
 from stepscope.planner.prediction import Planner  # noqa: E402
 from stepscope.recorder.clock import BACKWARD, OPTIMIZER  # noqa: E402

@@ -15,7 +15,7 @@ from step_bytes import measured_bytes  # noqa: E402  torch may be missing
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from stepscope.devices.peaks import find_device  # noqa: E402
+from stepscope.devices.limits import find_device  # noqa: E402
 from stepscope.planner.compiled.graphs import ERROR_BAR  # noqa: E402
 from stepscope.planner.dataless_steps import trace  # noqa: E402
 from stepscope.planner.hardware import hardware_of  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.peaks import find_device, known_devices  # noqa: E402
+from stepscope.devices.limits import find_device, known_devices  # noqa: E402
 from stepscope.planner.allocator import rounded  # noqa: E402
 from stepscope.planner.emulation.attention_backend import choose  # noqa: E402
 from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes  # noqa: E402

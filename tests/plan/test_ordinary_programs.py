@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch.overrides import _get_current_function_mode_stack  # noqa: E402  torch may be missing
 
-from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
+from stepscope.devices.limits import find_device  # noqa: E402  torch may be missing
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
 from stepscope.planner.prediction import Planner  # noqa: E402  torch may be missing
 from stepscope.sweep import measure  # noqa: E402  torch may be missing

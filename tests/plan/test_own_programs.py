@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
+from stepscope.devices.limits import find_device  # noqa: E402  torch may be missing
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
 from stepscope.planner.prediction import Planner  # noqa: E402  torch may be missing
 from stepscope.recorder.ledger import storages  # noqa: E402  torch may be missing

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.peaks import find_device  # noqa: E402
+from stepscope.devices.limits import find_device  # noqa: E402
 from stepscope.planner.prediction import Planner  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.planner.allocator import MIB, rounded
-from stepscope.planner.allocator_replay import MAX_REPEATS, Events, live_at_peak, replay
+from stepscope.planner.allocator import MAX_REPEATS, MIB, Events, live_at_peak, replay, rounded
 
 
 def events_of(steps, build=(), period=1):

@@ -14,9 +14,9 @@ pytest.importorskip("torch")
 from stepscope.cli.main import main
 from stepscope.errors import UsageError
 from stepscope.planner import dataless_steps
-from stepscope.planner.fit_search import Search
+from stepscope.planner.plan import Search
 from stepscope.planner.prediction import FITS, GROWS, NOT_KNOWN, TOO_LARGE
-from stepscope.sweep.tuning.largest_passing import HIGHEST, largest
+from stepscope.sweep.tuning.max_batch import HIGHEST, largest
 
 ROOM = 10**10
 SHAPES = {

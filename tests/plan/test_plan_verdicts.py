@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.peaks import find_device, known_devices  # noqa: E402
+from stepscope.devices.limits import find_device, known_devices  # noqa: E402
 from stepscope.errors import UsageError  # noqa: E402
 from stepscope.planner import prediction  # noqa: E402
 from stepscope.planner.hardware import CONTEXT_BYTES, usable_bytes  # noqa: E402

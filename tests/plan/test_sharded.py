@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # noqa: E
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from stepscope.cli.main import main  # noqa: E402
-from stepscope.devices.peaks import find_device  # noqa: E402
+from stepscope.devices.limits import find_device  # noqa: E402
 from stepscope.planner.allocator import Allocator  # noqa: E402
 from stepscope.planner.dataless_steps import trace  # noqa: E402
 from stepscope.planner.emulation.fsdp import ERROR_BAR, units  # noqa: E402

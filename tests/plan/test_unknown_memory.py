@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
+from stepscope.devices.limits import find_device  # noqa: E402  torch may be missing
 from stepscope.planner.hardware import CONTEXT_BYTES  # noqa: E402
 from stepscope.planner.prediction import FITS, MARGIN, TOO_CLOSE, Planner  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402

@@ -164,12 +164,12 @@ def test_discarded_steps_take_the_notes_and_files_of_their_windows_along(tmp_pat
 
 
 def test_a_formula_that_fails_costs_no_bytes(monkeypatch):
-    from stepscope.recorder.ledger import flop_tally
+    from stepscope.recorder.ledger import flops
 
     def fails(*_):
         raise TypeError("another signature")
 
-    monkeypatch.setattr(flop_tally, "count_flops", fails)
+    monkeypatch.setattr(flops, "count_flops", fails)
     model = nn.Linear(3, 5)
     ledger = Ledger([model], [], lambda: "forward")
     ledger.start()

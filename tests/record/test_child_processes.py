@@ -8,9 +8,8 @@ import pytest
 
 import stepscope
 from stepscope.recorder.processes import BOOTSTRAP_FOLDER, VARIABLE, rank
-from stepscope.recorder.processes.adopt import adopt, is_running
 from stepscope.recorder.processes.bootstrap import sitecustomize
-from stepscope.recorder.processes.ending import ending
+from stepscope.recorder.processes.ending import adopt, ending, is_running
 from stepscope.recorder.processes.inherit import with_options
 from stepscope.recorder.processes.options import Options
 from stepscope.recorder.windows import Windows
@@ -186,7 +185,7 @@ def test_folders_of_processes_are_claimed_once(tmp_path):
 
 @pytest.fixture
 def sentinel():
-    from stepscope.recorder.processes.sentinel import Sentinel
+    from stepscope.recorder.processes.child import Sentinel
 
     signs = []
     sentinel = Sentinel(lambda: signs.append(torch.autograd.backward))

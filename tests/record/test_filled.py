@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.recorder.ledger.assignments import lines_that_fill
+from stepscope.recorder.ledger.leaks import lines_that_fill
 
 SOURCE = """\
 log = []

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stepscope.recorder.ledger.flops import count_flops, has_formula, op_name
+from stepscope.recorder.ledger.flops import Op, count_flops, has_formula, op_name
 from stepscope.recorder.ledger.ledger import Ledger
-from stepscope.recorder.ledger.op_facts import Op
 
 ATEN = torch.ops.aten
 B, H, S, T, D = 2, 4, 16, 32, 8  # batch, heads, queries, keys, head width

@@ -11,7 +11,7 @@ import stepscope
 from handmade import cpu_recording
 from report_samples import sample_report
 from stepscope.analysis.time import statistics
-from stepscope.api.files import report_target
+from stepscope.api.reading import report_target
 from stepscope.cli.main import main
 from stepscope.document.model import Document
 from stepscope.errors import MissingDependencyError, UsageError

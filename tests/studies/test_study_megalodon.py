@@ -16,8 +16,7 @@ from study_checks import check_files, check_follows, check_report
 
 from quick_study import changed, first_text, table_of
 from stepscope.studies.megalodon import recordings
-from stepscope.studies.megalodon.files import SUMMARY, appended
-from stepscope.studies.megalodon.recordings import chains, fusion, gemm_share, schedule
+from stepscope.studies.megalodon.recordings import SUMMARY, appended, chains, fusion, gemm_share, schedule
 from stepscope.studies.megalodon.study import (
     STUDY,
     cache,

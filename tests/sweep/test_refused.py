@@ -8,7 +8,7 @@ import warnings
 import pytest
 from sweep_runs import bench_words, quiet_environment, rows_in
 
-from stepscope.sweep.checks.refused_backends import recorded_warnings, refusal
+from stepscope.sweep.process import recorded_warnings, refusal
 
 torch = pytest.importorskip("torch")
 from stepscope.workloads.ops import attention  # noqa: E402
@@ -31,10 +31,10 @@ def test_what_is_warned_of_is_heard_and_still_shown():
 
 def test_the_reason_is_torchs_own():
     error = RuntimeError("SDPA back end 'flash' cannot run torch.float32: No available kernel. Aborting execution.")
-    found = refusal(error, SAID, FREE, {"implementation": "flash"})
+    reason, torch_reasons = refusal(error, SAID, FREE, {"implementation": "flash"})
 
-    assert found.torch_reasons == [SAID[1]]
-    assert found.reason == f"implementation=flash: PyTorch refused it: {SAID[1]}"
+    assert torch_reasons == [SAID[1]]
+    assert reason == f"implementation=flash: PyTorch refused it: {SAID[1]}"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_other_errors_are_no_refusals(error, run, config):
 def test_a_refusal_without_words_says_that_too():
     found = refusal(RuntimeError("No available kernel."), [], {"sdpa": "cudnn", "device": "cuda"}, {})
 
-    assert (found.torch_reasons, found.reason) == ([], "sdpa=cudnn: PyTorch refused it without a reason")
+    assert found == ("sdpa=cudnn: PyTorch refused it without a reason", [])
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 products says so

@@ -1,7 +1,5 @@
 """Shows results: which builder makes the document of each type, and how it is rendered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,7 @@ BUILDERS = {
 _LONGEST = 160
 
 
-def document_of(result: Any, *options: Any) -> Document:
+def document_of(result: Any, *options: Any) -> "Document":
     """Return the document of a result; `options` are further arguments of its builder."""
     name = type(result).__name__
     module, _, function = BUILDERS[name].partition(":")

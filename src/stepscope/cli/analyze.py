@@ -22,8 +22,6 @@ examples:
   stepscope analyze --compiler runs/train-20260101-120000
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os
@@ -31,9 +29,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.cli.support.options import add_source_arguments, opened, positive
 from stepscope.cli.support.output import print_document
-from stepscope.cli.support.source import add_source_arguments, opened
-from stepscope.cli.support.values import positive
 from stepscope.errors import StepscopeError, UsageError
 
 if TYPE_CHECKING:
@@ -105,7 +102,7 @@ def _report(arguments: argparse.Namespace, view: str) -> Any:
     return session.copies
 
 
-def _memory(arguments: argparse.Namespace) -> MemoryAnalysis:
+def _memory(arguments: argparse.Namespace) -> "MemoryAnalysis":
     """Return what filled the memory; its timeline is drawn if that was asked for."""
     from stepscope.session.memory_scaling import analyze_memory
 

@@ -25,9 +25,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, print_document, tell
-from stepscope.cli.support.points import RUN_FLAGS, add_point_arguments, add_sweep_arguments, place_of, typed_axes
-from stepscope.cli.support.progress import Progress
+from stepscope.cli.support.options import RUN_FLAGS, add_point_arguments, add_sweep_arguments, place_of, typed_axes
+from stepscope.cli.support.output import EXIT_INTERRUPTED, Progress, fill_closed_streams, print_document, tell
 from stepscope.errors import UsageError, need_torch
 from stepscope.formatting import plural
 

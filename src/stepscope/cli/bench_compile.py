@@ -15,14 +15,10 @@ examples:
   stepscope bench --check compile hf:config.json --mode inference --shapes seq_len=128,96 --json
 """
 
-from __future__ import annotations
-
 import argparse
 
-from stepscope.cli.support.output import print_document
-from stepscope.cli.support.points import add_point_arguments, typed_points
-from stepscope.cli.support.progress import Progress
-from stepscope.cli.support.values import positive, seconds
+from stepscope.cli.support.options import add_point_arguments, positive, seconds, typed_points
+from stepscope.cli.support.output import Progress, print_document
 from stepscope.errors import need_torch
 from stepscope.formatting import plural
 

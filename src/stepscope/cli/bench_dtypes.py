@@ -11,14 +11,11 @@ examples:
   stepscope bench --check dtypes hf:config.json --dtype bf16 --json
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 
+from stepscope.cli.support.options import add_point_arguments, positive, typed_points
 from stepscope.cli.support.output import print_answer
-from stepscope.cli.support.points import add_point_arguments, typed_points
-from stepscope.cli.support.values import positive
 from stepscope.errors import UsageError, need_torch
 
 FLAGS = ("mode", "dtype", "sdpa", "optimizer", "seed", "device")

@@ -12,14 +12,12 @@ examples:
   stepscope bench --check precision hf:config.json --mode forward+backward
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.bench import run_and_print
+from stepscope.cli.support.options import add_point_arguments, add_sweep_arguments, typed_axes
 from stepscope.cli.support.output import fill_closed_streams
-from stepscope.cli.support.points import add_point_arguments, add_sweep_arguments, typed_axes
 from stepscope.errors import need_torch
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     return run_and_print(workload, points, options, arguments, "precision", _answer, fine=("ok", "skipped"))
 
 
-def _answer(ran: Ran) -> Answer:
+def _answer(ran: "Ran") -> "Answer":
     from stepscope.analysis.precision.dtype_comparison import compare_dtypes
     from stepscope.document.precision import dtypes_document
 

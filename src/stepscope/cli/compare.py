@@ -20,16 +20,13 @@ examples:
   stepscope compare runs/main runs/mine --fail-on tokens_per_second:3% --github-summary
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path
 
 from stepscope.api.reading import compare
-from stepscope.cli.support.output import print_answer, tell, write
-from stepscope.cli.support.progress import Progress
-from stepscope.cli.support.values import positive, share, words
+from stepscope.cli.support.options import positive, share, words
+from stepscope.cli.support.output import Progress, print_answer, tell, write
 from stepscope.errors import NotComparableError, StepscopeError, UsageError
 from stepscope.formatting import safe
 

@@ -21,14 +21,11 @@ examples:
   stepscope diagnose runs/baseline --host 0.1 --no-waits
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
+from stepscope.cli.support.options import add_source_arguments, opened, words
 from stepscope.cli.support.output import print_answer
-from stepscope.cli.support.source import add_source_arguments, opened
-from stepscope.cli.support.values import words
 from stepscope.errors import UsageError
 
 

@@ -20,8 +20,6 @@ examples:
   stepscope doctor --measure
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

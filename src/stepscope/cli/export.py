@@ -13,15 +13,13 @@ examples:
   stepscope export traces/ parquet --rank 3 -o tables/
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path
 
+from stepscope.cli.support.options import add_source_arguments, opened
 from stepscope.cli.support.output import tell
 from stepscope.cli.support.settings import ignored_rules
-from stepscope.cli.support.source import add_source_arguments, opened
 from stepscope.formatting import plural, safe
 from stepscope.session import need_read_side
 

@@ -9,8 +9,6 @@ examples:
   stepscope list workloads --json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

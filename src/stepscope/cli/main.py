@@ -1,8 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
 """The `stepscope` command: finds the verb, runs it, turns a user's mistake into one line."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

@@ -13,14 +13,11 @@ examples:
   stepscope plan cs336 --preset 10B --fsdp 8
 """
 
-from __future__ import annotations
-
 import argparse
 
-from stepscope.api.planning import DEFAULT_DEVICE, plan
-from stepscope.cli.support.output import print_answer
-from stepscope.cli.support.points import add_point_arguments, typed_axes
-from stepscope.cli.support.progress import doing
+from stepscope.api.sweeps import DEFAULT_DEVICE, plan
+from stepscope.cli.support.options import add_point_arguments, typed_axes
+from stepscope.cli.support.output import doing, print_answer
 from stepscope.errors import UsageError, need_torch
 
 FLAGS = ("mode", "dtype", "compile", "sdpa", "optimizer")

@@ -12,16 +12,14 @@ examples:
   stepscope report --from results.jsonl -o sizes.md
 """
 
-from __future__ import annotations
-
 import argparse
 import webbrowser
 from pathlib import Path
 
-from stepscope.api.files import report_target
+from stepscope.api.reading import report_target
+from stepscope.cli.support.options import add_source_arguments, opened
 from stepscope.cli.support.output import tell
 from stepscope.cli.support.settings import ignored_rules
-from stepscope.cli.support.source import add_source_arguments, opened
 from stepscope.errors import UsageError
 from stepscope.session import Kind, need_read_side
 

@@ -14,8 +14,6 @@ examples:
   torchrun --nproc-per-node 8 -m stepscope run -o runs/ddp train.py
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import os
@@ -126,7 +124,7 @@ class _Run:
         self.folder = Path()
         self.card_stream: TextIO = sys.stdout
 
-    def prepare(self, program: Program) -> None:
+    def prepare(self, program: "Program") -> None:
         """Make the folder and write what will run; ValueError if it cannot be written."""
         from stepscope.recorder import files, fixes
         from stepscope.recorder.processes.inherit import pass_on
@@ -213,8 +211,7 @@ class _Run:
 
     def _end(self, outcome: BaseException | None) -> None:
         from stepscope.recorder.processes import inherit
-        from stepscope.recorder.processes.adopt import adopt
-        from stepscope.recorder.processes.ending import ending
+        from stepscope.recorder.processes.ending import adopt, ending
 
         inherit.withdraw()
         status, facts = ending(outcome)

@@ -10,14 +10,11 @@ examples:
   stepscope show runs/bench-cs336-20260101-120000
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any
 
-from stepscope.cli.support.output import print_answer, print_document
-from stepscope.cli.support.progress import Progress
+from stepscope.cli.support.output import Progress, print_answer, print_document
 from stepscope.errors import UsageError
 from stepscope.session import Kind, Session, open_session
 

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from stepscope.cli.support.options import add_source_arguments, opened, positive
 from stepscope.cli.support.output import is_terminal, tell, write
-from stepscope.cli.support.source import add_source_arguments, opened
-from stepscope.cli.support.values import positive
 from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe, significant
 from stepscope.session import need_read_side

@@ -18,10 +18,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, tell, write
-from stepscope.cli.support.points import place_of
-from stepscope.cli.support.progress import Progress
-from stepscope.cli.support.values import seconds
+from stepscope.cli.support.options import place_of, seconds
+from stepscope.cli.support.output import EXIT_INTERRUPTED, Progress, fill_closed_streams, tell, write
 from stepscope.errors import UsageError, need_torch
 from stepscope.formatting import plural
 

@@ -17,15 +17,18 @@ examples:
   stepscope tune train.py:build --set attention=plain,fast --set batch=16
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 
-from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, print_document, tell
-from stepscope.cli.support.points import add_point_arguments, add_sweep_arguments, place_of, typed_axes
-from stepscope.cli.support.progress import Progress
-from stepscope.cli.support.values import seconds, words
+from stepscope.cli.support.options import (
+    add_point_arguments,
+    add_sweep_arguments,
+    place_of,
+    seconds,
+    typed_axes,
+    words,
+)
+from stepscope.cli.support.output import EXIT_INTERRUPTED, Progress, fill_closed_streams, print_document, tell
 from stepscope.errors import need_torch
 from stepscope.formatting import safe
 

@@ -17,16 +17,13 @@ examples:
   stepscope verify --fix list
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import NoReturn
 
 from stepscope.api.verification import verify
-from stepscope.cli.support.output import print_answer, tell, write
-from stepscope.cli.support.progress import doing
-from stepscope.cli.support.values import positive, share
+from stepscope.cli.support.options import positive, share
+from stepscope.cli.support.output import doing, print_answer, tell, write
 from stepscope.errors import UsageError
 
 LIST = "list"

@@ -1,7 +1,15 @@
 """Limits of devices: dense peaks from vendor documents, and measured ceilings."""
 
-from stepscope.devices.ceilings import Ceilings, ceilings_path, load_ceilings, save_ceilings
-from stepscope.devices.peaks import Device, find_device, known_devices, nearest_names
+from stepscope.devices.limits import (
+    Ceilings,
+    Device,
+    ceilings_path,
+    find_device,
+    known_devices,
+    load_ceilings,
+    nearest_names,
+    save_ceilings,
+)
 
 __all__ = [
     "Ceilings", "Device", "ceilings_path", "find_device", "known_devices", "load_ceilings", "nearest_names",

@@ -1,7 +1,5 @@
 """Runs a few steps of a workload without data: every storage's lifetime, kernel scratch memory, and FLOPs."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from stepscope.devices.peaks import Device, known_devices
+from stepscope.devices.limits import Device, known_devices
 from stepscope.errors import UsageError
 from stepscope.planner import periods
-from stepscope.planner.compiled.gemm_padding import Padding
 from stepscope.planner.compiled.graphs import Compiler
+from stepscope.planner.compiled.inductor import Padding
 from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
 from stepscope.planner.emulation.dataless import DatalessMode, PlannedTensor
 from stepscope.planner.hardware import Hardware, hardware_of
@@ -257,7 +255,7 @@ def _until(end: int, allocations: list[Allocation]) -> list[Allocation]:
     return found
 
 
-def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, recorder: _Recorder) -> Sharding:
+def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, recorder: _Recorder) -> "Sharding":
     if run["compile"] != "off":
         raise UsageError("--fsdp and --compile cannot be planned together: leave one out")
     if run["mode"] == "inference":
@@ -270,7 +268,7 @@ def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, re
 
 
 def _step_of(
-    built: Any, run: Mapping[str, Value], device: str, sharding: Sharding | None
+    built: Any, run: Mapping[str, Value], device: str, sharding: "Sharding | None"
 ) -> tuple[Callable[[], Any], tuple[list[nn.Module], list[Any]] | None]:
     """Return one step of the workload as a callable, and its modules and optimizers if they are known."""
     if not isinstance(built, Built):

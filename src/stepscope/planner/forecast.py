@@ -1,12 +1,10 @@
 """Forecasts the memory of a tuning's points, so that points that cannot fit are not run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from stepscope.devices.peaks import Device, find_device
+from stepscope.devices.limits import Device, find_device
 from stepscope.errors import UsageError
 from stepscope.formatting import safe, size
 from stepscope.planner.hardware import CONTEXT_BYTES, hardware_of, usable_bytes

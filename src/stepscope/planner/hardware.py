@@ -1,10 +1,8 @@
 """The properties of a device that decide how much memory kernels and libraries use, and how much there is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from stepscope.devices.peaks import Device
+from stepscope.devices.limits import Device
 
 MIB = 1 << 20
 CONTEXT_BYTES = 600 * MIB

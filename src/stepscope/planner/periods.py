@@ -1,7 +1,5 @@
 """Finds how many calls of a step form a cycle: a program may run its optimizer only every fourth call."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Runs the points of a study in order. Every row is on disk before the next point begins."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Mapping

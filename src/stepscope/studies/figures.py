@@ -1,7 +1,5 @@
 """Building blocks of answers: tables and lines over rows, and the phrases that sentences are made from."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
@@ -87,7 +85,7 @@ def _spans(values: Sequence[float], factor: float) -> bool:
 def published(id: str, what: str, ours: ByKey, theirs: Mapping[Any, float], key: str, name: str) -> TableOf:
     """Return the table of our figures beside published ones, by `key`. Only a full study has it."""
 
-    def rows(stored: Stored) -> list[dict[str, Any]]:
+    def rows(stored: "Stored") -> list[dict[str, Any]]:
         found = ours(stored) if stored.mode == "full" else {}
         both = [(at, value) for at, value in found.items() if at in theirs and value]
         return [
@@ -175,7 +173,7 @@ def against(record: Record, other: Record, name: str) -> str:
     return compared(record[TIME], other[TIME], name)
 
 
-def speeds(rows: Rows, same: str = "", more: Callable[[Record, Record], str] | None = None, **base: Any) -> str:
+def speeds(rows: "Rows", same: str = "", more: Callable[[Record, Record], str] | None = None, **base: Any) -> str:
     """Return how fast each other row is beside the base row with equal knobs `same`; Unavailable without a pair."""
     (knob, value), pairs = next(iter(base.items())), rows.beside(same.split(), **base)
     if not pairs:

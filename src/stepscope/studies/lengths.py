@@ -4,8 +4,6 @@ One power through all lengths would mislead: 32 KiB per position and 3 B per pai
 tokens, where the pairs are more than half of the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from operator import mul

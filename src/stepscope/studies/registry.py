@@ -1,7 +1,5 @@
 """Finds studies: built-in ones by name, a user's own by path."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A part of an answer that cannot be made costs only itself.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -16,8 +16,6 @@ y = "time_median_ns"
 by = "attention"
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes a study's report and its further files into its folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The points of a grid: lists of values, multiplied or paired, from the command line, a TOML file or a function."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """The passes of a point: clean samples first, then each instrument in its own pass."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

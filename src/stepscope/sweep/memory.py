@@ -1,7 +1,5 @@
 """How much memory is available, a limit for this process, and what out-of-memory errors say."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

@@ -3,8 +3,6 @@
 The row so far is written after each stage. If the process is killed, the row still says how far it got.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import math

@@ -1,7 +1,5 @@
 """Turns a point into a callable pass: builds the workload and applies the run knobs."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

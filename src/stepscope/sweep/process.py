@@ -1,7 +1,5 @@
 """Turns a process into a point's process (its own output, its own exit), runs the point and says how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses
@@ -11,12 +9,60 @@ import os
 import signal
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from stepscope.errors import StepscopeError
 from stepscope.sweep import memory
-from stepscope.sweep.checks import refused_backends
 from stepscope.sweep.protocol import CRASHED, OOM, SKIPPED, CannotRun, Report, Request, first_line
+
+_REFUSALS = ("No available kernel", "No viable backend")
+"""What torch says when the only allowed backend cannot run, on a GPU and on a CPU."""
+_BECAUSE = "not used because"
+MAX_MESSAGES = 1000
+
+
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Collect the warnings raised inside; they are still shown."""
+    messages: list[str] = []
+    show = warnings.showwarning
+
+    def listen(message: Any, *args: Any, **kwargs: Any) -> None:
+        if len(messages) < MAX_MESSAGES:
+            messages.append(str(message))
+        show(message, *args, **kwargs)
+
+    with mock.patch.object(warnings, "showwarning", listen):
+        yield messages
+
+
+def refusal(
+    error: BaseException, messages: list[str], run: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[str, list[str]] | None:
+    """Return why torch refused a backend, in one line and as its own reasons; None if no forced backend failed.
+
+    >>> words = ["Flash attention kernel not used because:", "Both fused kernels do not support non-zero dropout."]
+    >>> refusal(RuntimeError("No available kernel."), words, {"sdpa": "flash", "device": "cpu"}, {})[0]
+    'sdpa=flash: PyTorch refused it: Both fused kernels do not support non-zero dropout.'
+    """
+    from stepscope.recorder.precision.attention_calls import FUSED, ON_CPU, reasons
+
+    if not any(words in str(error) for words in _REFUSALS):
+        return None
+    knob, name = ("sdpa", run.get("sdpa")) if run.get("sdpa") != "free" else ("implementation", None)
+    name = config.get("implementation") if name is None else name
+    if name not in (*FUSED, "math"):
+        return None
+    found = reasons(str(name), messages) if any(_BECAUSE in text for text in messages) else []
+    if run.get("device") == "cpu" and name not in (*ON_CPU, "math"):
+        return f"{knob}={name}: PyTorch has no such kernel for CPUs", found
+    why = f"PyTorch refused it: {' '.join(found)}" if found else "PyTorch refused it without a reason"
+    return f"{knob}={name}: {why}", found
+
 
 # Of prctl(2).
 PARENT_DEATH_SIGNAL = 1
@@ -77,7 +123,7 @@ def run_point(request: Request) -> None:
     """Run one point in this process and write its result to `result_path`."""
     report = Report(Path(request.result_path))
     report.stage("start")
-    with refused_backends.recorded_warnings() as messages:
+    with recorded_warnings() as messages:
         try:
             # Imported here: the process that only spawns points does not need torch.
             if request.shapes is not None:
@@ -101,8 +147,8 @@ def _classify(error: BaseException, report: Report, request: Request, messages: 
         fields.update(status=SKIPPED, reason=str(error))
     elif shortage is not None:
         fields.update(status=OOM, oom=dataclasses.asdict(shortage), reason=first_line(error))
-    elif (refusal := refused_backends.refusal(error, messages, request.run, request.config)) is not None:
-        fields.update(status=SKIPPED, reason=refusal.reason, refused=refusal.torch_reasons)
+    elif (refused := refusal(error, messages, request.run, request.config)) is not None:
+        fields.update(status=SKIPPED, reason=refused[0], refused=refused[1])
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         fields.update(status=CRASHED, exit_code=code, reason=f"the workload called sys.exit({error.code!r})")

@@ -1,7 +1,5 @@
 """What passes between a sweep and the process of one point: the request, the row so far, the statuses."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a point of a sweep or a user's script under `stepscope run`, each in a fresh process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -69,7 +67,7 @@ def record_point(
     }
 
 
-def _status(failure: Failure | None, log: Path) -> Row:
+def _status(failure: "Failure | None", log: Path) -> Row:
     if failure is None:
         return {"status": OK, "reason": None}
     if failure.is_timeout:

@@ -8,8 +8,6 @@ If the sweep is killed, only the running point is lost. A half-written last line
 Only one sweep at a time writes to a folder; the lock ends with its process.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The knobs that apply to any workload: how it is run, not what it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from stepscope.workloads.workload import Knob, Value

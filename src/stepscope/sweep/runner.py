@@ -1,7 +1,5 @@
 """Runs points one after another: a row from how each process ended and what it left, written when it is complete."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

@@ -7,8 +7,6 @@ It is a separate process because the process that reads the grid may have run us
 and answers with one `Ending` per line. When its input ends, it kills the running point and exits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

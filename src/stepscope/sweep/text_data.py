@@ -4,8 +4,6 @@ The text (text.txt) was written for this purpose. A token is a word or punctuati
 frequency, so a few tokens make up most of the text. Windows start anywhere and wrap around the end.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reads TOML files on every supported Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ POINT is the point as JSON: workload, preset, config, run. It trains on one batc
 recorded, except that it marks the end of a step itself if there is no optimizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

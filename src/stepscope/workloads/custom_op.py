@@ -1,7 +1,5 @@
 """Ops with their own backward. Custom ops are one node: no graph break in torch.compile, and a name in traces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

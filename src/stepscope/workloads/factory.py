@@ -5,8 +5,6 @@ tuple or dict of tensors, for `module`. An optional third element is the number 
 function without arguments that runs one complete step of the user's loop.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

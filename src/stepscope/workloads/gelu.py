@@ -5,8 +5,6 @@ save memory. `kept` is a custom op: its output is kept for the backward pass of 
 at memory bandwidth (gelu_triton.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

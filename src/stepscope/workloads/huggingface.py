@@ -1,7 +1,5 @@
 """Any Hugging Face configuration, `hf:path/to/config.json`, with random weights. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Reads `key=value` as typed by a user, with suggestions for mistakes."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterable, Sequence

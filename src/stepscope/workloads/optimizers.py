@@ -1,7 +1,5 @@
 """The optimizers of a training step, by their names on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workloads by name: `cs336`, `hf:path/to/config.json`, `my.module:build`, `path/to/file.py:build`."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

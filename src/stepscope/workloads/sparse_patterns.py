@@ -13,8 +13,6 @@ them. They may be in any block of keys, so no block could be skipped. Therefore 
 front of the others and serve the pairs that the fixed rule leaves out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Runs code that a user wrote: its errors become one line, and its output does not mix with an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

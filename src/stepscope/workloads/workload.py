@@ -1,7 +1,5 @@
 """The definition of a workload: its knobs, presets, how to build it, and proof of what ran."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util
@@ -126,7 +124,7 @@ class Built:
     a tuple of tensors. An op has no targets; its backward pass starts from a fixed random gradient.
     """
 
-    module: torch.nn.Module
+    module: "torch.nn.Module"
     batch: Callable[[], Batch]
     """Returns a new batch from torch's generator, on the default device."""
     num_tokens: int = 0

@@ -9,8 +9,6 @@ ignore = ["launch_bound"]
 ```
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection
 from pathlib import Path

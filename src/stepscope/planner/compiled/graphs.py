@@ -24,8 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.errors import UsageError
-from stepscope.planner.compiled.gemm_padding import Padding
-from stepscope.planner.compiled.inductor import AfterOp, Names, cuda_device, like, loaded, lowered
+from stepscope.planner.compiled.inductor import AfterOp, Names, Padding, cuda_device, like, loaded, lowered
 from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded
 from stepscope.planner.emulation.planned_tensor import CPU, CUDA
 from stepscope.planner.hardware import Hardware

@@ -1,21 +1,93 @@
 """Runs Inductor without a GPU: from a graph to the Python that calls its kernels, run on planned tensors."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stepscope.devices.limits import Device
 from stepscope.planner.emulation.planned_tensor import CPU, CUDA, PlannedTensor
 from stepscope.planner.emulation.torch_support import replaced
 from stepscope.planner.hardware import Hardware
+from stepscope.recorder.machine.environment import products_in_tf32
+
+DECIDERS = ("_should_pad", "should_pad_bench")
+"""The functions that run the benchmark; older versions have the second."""
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Padding:
+    """While the context is active, Inductor pads what it would pad on a device, in graphs with host tensors."""
+
+    def __init__(self, device: Device, is_tf32: bool) -> None:
+        self._device, self._is_tf32 = device, is_tf32
+        self._stack = ExitStack()
+        self.products: dict[str, None] = {}
+        """Rows × inner size × columns of padded products."""
+
+    def __enter__(self) -> "Padding":
+        from torch._inductor.fx_passes import pad_mm
+
+        device = self._device
+        replacement = replaced(
+            *((pad_mm, name, self._is_padded) for name in DECIDERS),
+            (pad_mm, "check_device", lambda first, second: True),
+            (pad_mm, "has_triton", lambda: True),
+            (pad_mm.utils, "get_device_tflops", lambda dtype: device.peak_flops[HALVES.get(dtype, "tf32")] / 1e12),
+            (pad_mm.utils, "get_gpu_dram_gbps", lambda: device.bandwidth_bytes_per_s / 1e9),
+            (torch.cuda, "get_device_capability", lambda index=None: device.compute_capability),
+        )
+        self._stack.enter_context(replacement)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def note(self) -> str | None:
+        """Return a note for the plan, or None if nothing was padded."""
+        if not self.products:
+            return None
+        first, *more = self.products
+        return (
+            f"{first}{f' and {len(more)} more' * bool(more)}: rows do not begin at multiples of 16 bytes; assumed to "
+            "be padded, which Inductor decides by a benchmark on the device"
+        )
+
+    def _is_padded(
+        self, match: Any, first: torch.Tensor, second: torch.Tensor, op: Any, added: torch.Tensor | None = None
+    ) -> bool:
+        """Replaces the benchmark."""
+        from torch._inductor.fx_passes import pad_mm
+
+        sizes = (*first.shape[-2:], second.shape[-1])
+        unit = pad_mm.get_alignment_size(first)
+        is_tf32 = first.dtype is torch.float32 and (self._is_tf32 or products_in_tf32())
+        is_padded = (
+            any(pad_mm.get_padded_length(size, unit) for size in sizes)
+            and (is_tf32 or first.dtype in HALVES)
+            and has_unaligned_rows(first, second, unit)
+            and bool(pad_mm.is_mm_compute_bound(*sizes, first.dtype))
+        )
+        if is_padded:
+            self.products[" × ".join(map(str, sizes))] = None
+        return is_padded
+
+
+def has_unaligned_rows(first: torch.Tensor, second: torch.Tensor, unit: int) -> bool:
+    """Return whether rows of an operand or of the result do not all begin at multiples of `unit` numbers.
+
+    >>> tokens, words = torch.empty(64, 32), torch.empty(101, 32)
+    >>> has_unaligned_rows(tokens, words.t(), 8), has_unaligned_rows(tokens, words[:96].t(), 8)
+    (True, False)
+    """
+    return any(size % unit for size in (max(first.stride()[-2:]), max(second.stride()[-2:]), second.shape[-1]))
+
 
 aten = torch.ops.aten
 RNG_STATE_BYTES = 16
@@ -121,7 +193,7 @@ def cuda_device(hardware: Hardware) -> AbstractContextManager[None]:
 # --- Inductor's Python, on planned tensors ---
 
 
-def loaded(text: str, names: Names) -> Callable[[list[Any]], Any]:
+def loaded(text: str, names: "Names") -> Callable[[list[Any]], Any]:
     """Return the function that calls the kernels, from a module that imports and compiles nothing."""
 
     def is_kept(node: ast.stmt) -> bool:

@@ -1,7 +1,5 @@
 """Unwraps planned tensors in the arguments of an op, and wraps its outputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

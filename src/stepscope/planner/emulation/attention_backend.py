@@ -4,8 +4,6 @@ For `scaled_dot_product_attention`, it follows PyTorch's rules: what each backen
 they are tried. Forced, disabled and ordered backends (`sdpa_kernel`, `torch.backends.cuda.enable_…_sdp`) count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

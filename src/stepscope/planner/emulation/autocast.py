@@ -1,7 +1,5 @@
 """CUDA's autocast on a PyTorch build without CUDA: registers CUDA's op lists under the CPU's dispatch key."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 A script first asks whether there is a GPU. In a plan for a CPU there is none, on any machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from stepscope.devices.peaks import Device
+from stepscope.devices.limits import Device
 
 _SILENT = (
     "synchronize", "empty_cache", "ipc_collect", "init", "_lazy_init", "set_device", "set_stream", "manual_seed",
@@ -127,7 +125,7 @@ class Stream:
     def record_event(self, event: Any = None) -> Any:
         return event or Event()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> "Stream":
         return self
 
 

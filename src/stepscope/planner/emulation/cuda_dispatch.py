@@ -5,8 +5,6 @@ overrides attention's choice of backend, fused dropout and RMSNorm, autocast's l
 CUDA's default, and the answers of `torch.cuda`.
 """
 
-from __future__ import annotations
-
 import textwrap
 import threading
 import traceback
@@ -25,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from stepscope.devices.peaks import Device
+from stepscope.devices.limits import Device
 from stepscope.errors import UsageError
 from stepscope.planner.emulation import attention_backend as attention
 from stepscope.planner.emulation import autocast, cuda_calls, refusals
@@ -67,7 +65,7 @@ class CudaDispatch:
         self._stack = ExitStack()
         self._failed_threads: list[str] = []
 
-    def __enter__(self) -> CudaDispatch:
+    def __enter__(self) -> "CudaDispatch":
         library = torch.library.Library("aten", "IMPL")
         with ExitStack() as stack, warnings.catch_warnings():
             stack.enter_context(_own_defaults())

@@ -4,8 +4,6 @@ A planned tensor wraps a meta tensor. `DatalessMode` unwraps arguments, runs the
 tensors made from Python numbers (`torch.tensor`) stay real: they are on the host in a training script too.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,9 +18,8 @@ from stepscope.planner.emulation.arguments import DATALESS, HOSTED, PLANNED, REA
 from stepscope.planner.emulation.known_values import known_values
 from stepscope.planner.emulation.op_kinds import Kind, kind_of
 from stepscope.planner.emulation.output_shapes import SHAPES, Shapes
-from stepscope.planner.emulation.planned_tensor import HOST, META, PlannedTensor, made_before
+from stepscope.planner.emulation.planned_tensor import HOST, META, DataNeeded, PlannedTensor, made_before, users_place
 from stepscope.planner.emulation.torch_support import launching_nothing
-from stepscope.planner.emulation.unknown_values import DataNeeded, users_place
 from stepscope.recorder.ledger.nodes import backward_runs
 from stepscope.recorder.ledger.storages import tensors_in
 

@@ -1,7 +1,5 @@
 """Handles tensors that Python code sends to a GPU in a plan, before PyTorch looks for a real one."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock

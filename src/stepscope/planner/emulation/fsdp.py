@@ -4,8 +4,6 @@ FSDP2's own code decides what is sharded, gathered, prefetched, kept and reduced
 streams and events are placeholders, and storages that FSDP2 empties and refills are freed and allocated again.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -74,7 +72,7 @@ class Sharding:
         self.notes: dict[str, str] = {}
         """Notes for the plan."""
 
-    def __enter__(self) -> Sharding:
+    def __enter__(self) -> "Sharding":
         if not hasattr(FSDPParam, "alloc_all_gather_outputs"):
             raise UsageError(f"--fsdp: torch {torch.__version__} is too new for this plan; use torch 2.13 or earlier")
         if dist.is_initialized():

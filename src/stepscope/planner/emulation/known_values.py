@@ -5,8 +5,6 @@ and a view of a planned tensor gets a view of its value, so that writes are shar
 the storage is marked, and no tensor of it has a value any more.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Properties of an op that do not depend on its inputs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The outputs of ops on meta tensors, from an op's own meta kernel where that is correct, cached by input shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +7,7 @@ import torch
 
 from stepscope.planner.emulation.arguments import meta_like
 from stepscope.planner.emulation.op_kinds import Kind
-from stepscope.planner.emulation.planned_tensor import META
-from stepscope.planner.emulation.unknown_values import DataNeeded
+from stepscope.planner.emulation.planned_tensor import META, DataNeeded
 from stepscope.recorder.ledger.storages import tensors_in
 
 aten = torch.ops.aten

@@ -1,7 +1,5 @@
 """Rejects calls that no plan can follow, with their place in the program."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.planner.emulation.unknown_values import users_place
+from stepscope.planner.emulation.planned_tensor import users_place
 
 ONE_DEVICE = "a plan is for one device: plan the module without it, with the batch of one device"
 DENSE = "their sizes depend on data: plan with dense tensors, or measure with stepscope bench"

@@ -1,7 +1,5 @@
 """Replaces parts of PyTorch and Triton, and reports private parts that a plan uses and this version lacks."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

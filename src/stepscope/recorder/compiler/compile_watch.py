@@ -4,8 +4,6 @@ torch writes all of this to its structured log, `torch.__trace`, if that log has
 changes no setting and does not import Dynamo. If nothing is compiled, it costs nothing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

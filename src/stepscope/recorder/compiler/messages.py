@@ -1,7 +1,5 @@
 """Parses torch.compile's messages about graph breaks, guards and errors into reasons and lines of the user's code."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

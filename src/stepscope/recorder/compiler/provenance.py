@@ -5,8 +5,6 @@ modules it was traced in. Both exist when torch logs the code, so no setting has
 The graph is taken from the frame that logs. What a torch version does not show is left out.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import defaultdict

@@ -3,8 +3,6 @@
 `stepscope run` reads the fixes to apply from the environment. Only the fixes themselves import torch.
 """
 
-from __future__ import annotations
-
 VARIABLE = "STEPSCOPE_FIX"  # set for a child process, and removed from its environment before the script starts
 
 

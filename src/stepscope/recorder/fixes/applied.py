@@ -1,7 +1,5 @@
 """The fixes of one run: applied, extended to the root modules, and reported in the recording."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +7,17 @@ from typing import Any
 from torch import nn
 
 from stepscope.recorder.fixes import split
-from stepscope.recorder.fixes.change import Change
-from stepscope.recorder.fixes.loader import LargerBatch, MoreWorkers, PinnedCopies
-from stepscope.recorder.fixes.optimizer import FusedOptimizers
-from stepscope.recorder.fixes.roots import Autocast, Compiled
-from stepscope.recorder.fixes.settings import AttentionBackend, Tf32
+from stepscope.recorder.fixes.changes import (
+    AttentionBackend,
+    Autocast,
+    Change,
+    Compiled,
+    FusedOptimizers,
+    LargerBatch,
+    MoreWorkers,
+    PinnedCopies,
+    Tf32,
+)
 
 CHANGES: dict[str, Callable[[str | None], Change]] = {
     "fp32_matmul": Tf32,

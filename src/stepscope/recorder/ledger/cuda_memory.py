@@ -1,7 +1,5 @@
 """CUDA allocator counters over a window, the allocator history, and memory snapshots."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -4,8 +4,6 @@ A dispatch mode sees each op after autograd and autocast, forward and backward, 
 window and never affects timed steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -18,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.recorder.clock import BACKWARD, FORWARD, OTHER
 from stepscope.recorder.frames import caller
 from stepscope.recorder.ledger import storages as owner
-from stepscope.recorder.ledger.flop_tally import FlopTally
+from stepscope.recorder.ledger.flops import FlopTally, Op
 from stepscope.recorder.ledger.nodes import NodeModules, saved_bytes
-from stepscope.recorder.ledger.op_facts import Op
 from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages, storage_key, tensors_in
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.patches import Handle, remove_all

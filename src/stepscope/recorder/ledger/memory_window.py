@@ -1,7 +1,5 @@
 """The memory window of a session: the ledger, tensors that earlier steps left alive, and CUDA's own counters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads the autograd graph: which module's forward made a node, and which tensors a graph has saved."""
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator

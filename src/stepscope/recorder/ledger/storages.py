@@ -1,7 +1,5 @@
 """The storages of one step: when each was allocated and freed, and what it belongs to."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ Operands are random. On zeros a GPU draws less power and keeps higher clocks, so
 rate. Each size runs long enough to hit the power limit, so a short burst can be faster than the ceiling.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

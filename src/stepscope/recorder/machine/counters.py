@@ -8,8 +8,6 @@
 driver's start. It is in the first and last line, in samples on request, and about once per second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -50,7 +48,7 @@ class CounterSampler:
         gpu_uuid: str,
         interval_seconds: float = 0.1,
         library_name: str | None = None,
-    ) -> CounterSampler:
+    ) -> "CounterSampler":
         """Return a running sampler. Raises NvmlUnavailable if the GPU's counters cannot be read."""
         if interval_seconds <= 0:
             raise ValueError(f"interval_seconds must be above 0, not {interval_seconds}")

@@ -1,7 +1,5 @@
 """The processor's name, cores and cache size, from the standard library alone."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """What a run ran on: versions, device, settings that affect speed, and memory counters."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

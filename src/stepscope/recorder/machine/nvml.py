@@ -8,8 +8,6 @@ A reading that the GPU or the driver does not offer is None. All other errors ra
 their buffers: use one `NvmlGpu` from one thread only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from dataclasses import dataclass
@@ -110,7 +108,7 @@ class Nvml:
                 uuids.append(uuid)
         return uuids
 
-    def gpu(self, gpu_uuid: str) -> NvmlGpu:
+    def gpu(self, gpu_uuid: str) -> "NvmlGpu":
         """Return the GPU with this UUID. Also accepts torch's spelling, without "GPU-" or "MIG-"."""
         prefixed = gpu_uuid.startswith(("GPU-", "MIG-"))
         handle, code = ctypes.c_void_p(), _NOT_FOUND

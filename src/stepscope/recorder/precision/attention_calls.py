@@ -5,8 +5,6 @@ open, a kernel in front of `aten::scaled_dot_product_attention` (after autocast,
 decides from. It asks once per distinct call and passes every call on unchanged.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

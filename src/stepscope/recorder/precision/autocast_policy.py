@@ -4,8 +4,6 @@ Autocast first casts an op's arguments and then calls the op. Each op gets one-e
 dtype and in both, and a dispatch mode sees the casts and any added `dtype`. The op itself never runs.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import warnings

@@ -4,8 +4,6 @@ The model stays unchanged: gradients, buffers and the random state are restored,
 the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,8 +15,15 @@ from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER
 from stepscope.recorder.ledger.storages import tensors_in
 from stepscope.recorder.model import parameter_facts
 from stepscope.recorder.precision import autocast_policy
-from stepscope.recorder.precision.dtype_calls import Functions, ModuleDtypes, NormCall, logits_in, short, tensors_of
-from stepscope.recorder.precision.dtype_ledger import DtypeLedger
+from stepscope.recorder.precision.dtype_ledger import (
+    DtypeLedger,
+    Functions,
+    ModuleDtypes,
+    NormCall,
+    logits_in,
+    short,
+    tensors_of,
+)
 from stepscope.recorder.precision.settings import precision_settings
 
 SCHEMA_VERSION = 1

@@ -6,8 +6,6 @@ torch 2.9. Writing the old setting also writes the new one, and reading the old 
 So both are remembered here, the new one without inherited values.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +65,7 @@ class PrecisionChange:
             for put_back in reversed(restore):
                 put_back()
 
-    def __enter__(self) -> PrecisionChange:
+    def __enter__(self) -> "PrecisionChange":
         return self
 
     def __exit__(self, *_: object) -> None:

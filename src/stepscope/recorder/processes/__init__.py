@@ -1,7 +1,5 @@
 """Measures the processes that a script starts: each one that trains opens a recording of its own."""
 
-from __future__ import annotations
-
 import os
 
 VARIABLE = "STEPSCOPE_CHILD"

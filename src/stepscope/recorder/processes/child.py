@@ -7,24 +7,63 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from stepscope.recorder import current, files
+from stepscope.recorder.patches import Handle, Patch, remove_all
 from stepscope.recorder.processes import launch
 from stepscope.recorder.processes import rank as ranks
-from stepscope.recorder.processes.adopt import adopt, is_running
-from stepscope.recorder.processes.ending import ending
+from stepscope.recorder.processes.ending import adopt, ending, is_running
 from stepscope.recorder.processes.options import Options
-from stepscope.recorder.processes.sentinel import Sentinel
 
 if TYPE_CHECKING:
     from stepscope.recorder.fixes.applied import AppliedFixes
     from stepscope.recorder.session import Session
+
+
+class Sentinel:
+    """Calls `trains` once, before the first backward runs or inside the first step of an optimizer.
+
+    No optimizer hook is registered: PyTorch may be iterating over them. It calls `_optimizer_step_code` after its
+    pre-hooks and before its post-hooks, where a session can register its own.
+    """
+
+    def __init__(self, trains: Callable[[], None]) -> None:
+        self._trains = trains
+        self._patches: list[Handle] = [
+            *(Patch(torch.autograd, name, functools.partial(self._gradient, name)) for name in ("backward", "grad")),
+            Patch(torch.optim.Optimizer, "_optimizer_step_code", self._step),
+        ]
+
+    def _gradient(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._patches:
+            return original(*args, **kwargs)
+        self._report()
+        # Through the session's own patch, so that it sees this backward.
+        return getattr(torch.autograd, name)(*args, **kwargs)
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._report()
+        return original(*args, **kwargs)
+
+    def _report(self) -> None:
+        if self._patches:
+            self.remove()
+            self._trains()
+
+    def remove(self) -> None:
+        """Stop waiting."""
+        remove_all(self._patches)
+
 
 SHARED_FACTS = ("command", "config", "config_hash", "git", "started_at")
 CLOSES_FIRST = 100  # priority among multiprocessing's finalizers

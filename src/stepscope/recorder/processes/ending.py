@@ -1,8 +1,11 @@
-"""How a process ended, as status and facts of its recording."""
+"""The end of a process: its status and facts, and the recording of the first rank that becomes the run's own."""
 
-from __future__ import annotations
-
+import json
+import os
+import re
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from stepscope.recorder import files
@@ -28,3 +31,93 @@ def ending(error: BaseException | None) -> tuple[str, dict[str, Any]]:
     processes = sys.modules.get("multiprocessing.process")
     facts["num_child_processes"] = next(processes._process_counter) - 1 if processes else 0
     return status, facts
+
+
+LOCK_FILE = ".adopting"
+FROM_PARENT = ("exit_code", "exception", "finished_at", "num_child_processes")
+
+
+def adopt(folder: Path, is_rank: bool = False) -> bool:
+    """Move the recording of the lowest rank, else of the first process, up into `folder`; return whether it did.
+
+    Nothing happens if the recording in `folder` has training steps of its own, or if no child process trained. The
+    exit code and the failure of the process that was started first stay: they are the script's. If that process
+    `is_rank`, one of several that a launcher started, then the folders of other ranks are not its children's.
+    """
+    own = _facts(folder)
+    steps = own.get("steps") or {}
+    if steps.get("num_steps") and steps.get("source") != "forward":
+        return False
+    child = _first_child(folder, files.PROCESS_FOLDER if is_rank else files.CHILD_FOLDER)
+    if child is None or not _lock(folder):
+        return False
+    try:
+        facts = _facts(child)
+        if own.get("exit_code") is not None:
+            facts.update({name: own[name] for name in FROM_PARENT if name in own})
+            if own["status"] != files.STATUS_FINISHED:
+                facts["status"] = own["status"]
+        for name in files.OWN_NAMES:
+            if name != files.RECORDING_FILE:
+                _remove(folder / name)
+        for entry in child.iterdir():
+            if entry.name != files.RECORDING_FILE:
+                entry.replace(folder / entry.name)
+        files.write_json(folder / files.RECORDING_FILE, facts)
+        shutil.rmtree(child, ignore_errors=True)
+        return True
+    finally:
+        _remove(folder / LOCK_FILE)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process still runs; one that has ended and was not waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _first_child(folder: Path, names: re.Pattern[str]) -> Path | None:
+    """Return the folder of the lowest rank that has ended, else of the process that began first."""
+    found = []
+    for entry in folder.iterdir():
+        if names.fullmatch(entry.name) and (facts := _facts(entry)):
+            pid = int(facts.get("pid") or 0)
+            if facts["status"] == files.STATUS_INTERRUPTED and pid not in (0, os.getpid()) and is_running(pid):
+                continue
+            rank = int(entry.name[4:]) if files.RANK_FOLDER.fullmatch(entry.name) else None
+            has_steps = bool((facts.get("steps") or {}).get("num_steps"))
+            found.append(((not has_steps, rank is None, rank or 0, pid), entry))
+    return min(found)[1] if found else None
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads((folder / files.RECORDING_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) and "status" in facts else {}
+
+
+def _lock(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder / LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -4,8 +4,6 @@ This module must not import torch: what the script sets before importing it (CUD
 the allocator configuration) must still take effect.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib.machinery
 import io

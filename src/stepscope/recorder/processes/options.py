@@ -1,7 +1,5 @@
 """What a child process needs to know to record itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -40,7 +38,7 @@ class Options:
         return json.dumps({**dataclasses.asdict(self), "folder": os.fspath(self.folder)})
 
     @classmethod
-    def from_json(cls, text: str) -> Options:
+    def from_json(cls, text: str) -> "Options":
         """Return the options of `to_json`."""
         fields = json.loads(text)
         return cls(**{**fields, "folder": Path(fields["folder"]), "windows": Windows(**fields["windows"])})

@@ -1,7 +1,5 @@
 """Which rank of a distributed job this process is."""
 
-from __future__ import annotations
-
 import os
 import sys
 

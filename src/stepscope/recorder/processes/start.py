@@ -3,8 +3,6 @@
 Loads nothing else of Stepscope before torch is imported.
 """
 
-from __future__ import annotations
-
 import sys
 
 from stepscope.recorder.processes.imports import AfterImport

@@ -1,7 +1,5 @@
 """Questions of the cs336 study from traces and dtypes: kernels, products, softmax, precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ SOFTMAX_FLOPS = 5
 """Per score: maximum, difference, exponential, sum, quotient."""
 
 
-def _works(stored: Stored) -> Iterator[tuple[dict[str, Any], pl.DataFrame]]:
+def _works(stored: Stored) -> "Iterator[tuple[dict[str, Any], pl.DataFrame]]":
     """Yield every traced inference and step with its work. The forward of inference is a pass of its own."""
     import polars as pl
 
@@ -116,7 +114,7 @@ def gemm_shares(stored: Stored) -> Records:
     return found.values()
 
 
-def _gemm_share(work: pl.DataFrame, num_largest: int | None = None) -> float:
+def _gemm_share(work: "pl.DataFrame", num_largest: int | None = None) -> float:
     """Return the share of products in all work; with a number, only of products among that many names."""
     from stepscope.analysis.kernels.kernels import top_kernels
 

@@ -1,7 +1,5 @@
 """Questions of the cs336 study about memory: peaks, what is alive at them, and what autocast adds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +30,7 @@ def recorded(stored: Stored, mode: str, dtype: str) -> Recorded:
     return max(found, key=lambda each: each.axes["d_model"])
 
 
-def account_of(stored: Stored, dtype: str) -> Account:
+def account_of(stored: Stored, dtype: str) -> "Account":
     """Return what is alive in a recorded step of the largest model."""
     return recorded(stored, "step", dtype).source.memory.account
 

@@ -3,8 +3,6 @@
 Its models are those of the workload `cs336`: batch 4, a vocabulary of 10,000, float32 without TF32.
 """
 
-from __future__ import annotations
-
 _COLUMNS = (
     "forward_ms", "forward_backward_ms",  # means after five warm-up passes, with the graph kept
     "cold_forward_ms", "cold_forward_backward_ms",  # without warm-up, means over 15 passes

@@ -1,7 +1,5 @@
 """Questions of the cs336 study about time: passes and warm-up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +57,7 @@ def plain(stored: Stored) -> Records:
     return [row | {"model": model_of(row)} for row in rows]
 
 
-def work_of(stored: Stored, record: Record) -> pl.DataFrame:
+def work_of(stored: Stored, record: Record) -> "pl.DataFrame":
     """Return what a traced row of a model spent its time on."""
     from stepscope.analysis.time.pass_work import pass_work
 

@@ -1,7 +1,5 @@
 """The points of the cs336 study."""
 
-from __future__ import annotations
-
 from stepscope.studies.study import Recordings, Sweep
 
 BOTH = FP32, AUTOCAST = ["fp32", "autocast_bf16"]

@@ -4,8 +4,6 @@ That report averaged over the first call, called a mean of host time a median, k
 products among ten kernels, read reserved segments as peaks, and attributed autocast's extra memory to einsum.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Questions of the hydra study that recordings answer: the step, the model, memory, ops, copies, sizes, data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK

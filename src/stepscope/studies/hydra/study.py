@@ -5,8 +5,6 @@ was compared between two sizes with the routing off, parents were counted with t
 a slow layer, and what copies cost was concluded, not measured.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -4,15 +4,13 @@ Repeats a profiling playbook. Its switch for the sequential path did nothing, so
 traces were of whole models; its loop ran too few steps for its schedule; and one point out of memory lost the sweep.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from stepscope.errors import Unavailable
 from stepscope.formatting import heading, listed, plural
 from stepscope.studies.figures import BUSY, PEAK, TIME, against, crossing, published, ratios, said, speeds, told_apart
 from stepscope.studies.lengths import FORMULA, growth_records
-from stepscope.studies.megalodon import files
+from stepscope.studies.megalodon import recordings
 from stepscope.studies.megalodon.recordings import PUBLISHED, fusion, gemm_share, schedule
 from stepscope.studies.stored import Rows, Stored
 from stepscope.studies.study import LinesOf, Recordings, Records, Study, Sweep, TableOf, Tables, question, table_of
@@ -356,10 +354,10 @@ STUDY = Study(
     measures=MEASURES,
     questions=(fastest, different, precision, memory, cache, schedule, out_of_memory, fusion),
     files={
-        "summary.csv": files.summary_csv,
-        "reports/ms_per_step.txt": files.figure_text("ms_per_step"),
-        "reports/peak_mem_gb.txt": files.figure_text("peak_mem_gb"),
-        "reports": files.key_averages,
-        "traces": files.traces,
+        "summary.csv": recordings.summary_csv,
+        "reports/ms_per_step.txt": recordings.figure_text("ms_per_step"),
+        "reports/peak_mem_gb.txt": recordings.figure_text("peak_mem_gb"),
+        "reports": recordings.key_averages,
+        "traces": recordings.traces,
     },
 )

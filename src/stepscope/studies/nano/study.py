@@ -4,8 +4,6 @@ Repeats the profiling suite of "Nano XYZ". That suite reported density as sparsi
 with non-causal dense attention in models of different sizes, and took one call inside a profiler for the latency.
 """
 
-from __future__ import annotations
-
 from statistics import median
 
 from stepscope.formatting import heading

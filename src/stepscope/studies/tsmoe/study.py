@@ -5,8 +5,6 @@ rank speeds of models whose losses are 260 and 3; invert the attention mask; pri
 leave two questions open: why one dispatch is half as fast, and what grouped products change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

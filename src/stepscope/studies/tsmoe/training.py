@@ -1,7 +1,5 @@
 """Questions of the tsmoe study about the training runs: throughput, MFU, AMP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

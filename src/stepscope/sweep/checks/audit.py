@@ -1,7 +1,5 @@
 """The dtype audit of a workload: built, cast and run once like a point of a sweep."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ outputs (or loss) and gradients are compared. Then every shape is called again a
 compiled for one shape only. Compiled code draws random numbers like eager code; otherwise dropout would differ.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

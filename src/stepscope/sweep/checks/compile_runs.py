@@ -1,7 +1,5 @@
 """Runs compile checks: every point in a process of its own, called at several shapes."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -13,8 +13,6 @@ An AdamW that is not torch's default is checked too: two steps with the referenc
 involve the betas), compared by how far they move each parameter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

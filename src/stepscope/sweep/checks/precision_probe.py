@@ -3,8 +3,6 @@
 Each is its own pass, after the clean samples.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Proof that the run knobs took effect: compiler, attention backend, fused optimizer."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

@@ -6,8 +6,6 @@ points again. At the end the defaults, the best, the next best and the frontier 
 those rows count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass

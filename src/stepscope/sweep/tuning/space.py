@@ -1,7 +1,5 @@
 """Which knobs tuning changes, and to which values: only those that do not change the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The plain transformer language model: pre-norm blocks of attention and SwiGLU, untied head, no biases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

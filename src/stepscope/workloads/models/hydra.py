@@ -22,8 +22,6 @@ and runs each recursion on a shrinking prefix. `mask` runs everything and multip
 `gather` synchronizes once per block to learn the counts; compiled, it has a graph break there and dynamic shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

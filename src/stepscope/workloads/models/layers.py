@@ -1,7 +1,5 @@
 """Layers and batches shared by several model families."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megalodon: complex moving averages and gated attention within chunks; decoding keeps a small state."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -53,7 +51,7 @@ class NormState(NamedTuple):
     mean: Tensor
     spread: Tensor
 
-    def copied(self) -> NormState:
+    def copied(self) -> "NormState":
         """Return a copy: the original is a view that keeps the sums of every token alive."""
         return NormState(self.mean.clone(), self.spread.clone())
 

@@ -3,8 +3,6 @@
 Not in the list of workloads; run `stepscope bench stepscope.workloads.models.megalodon_decode:WORKLOAD`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

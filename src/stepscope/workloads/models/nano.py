@@ -1,7 +1,5 @@
 """A GPT with dense attention, or sparse attention by an SDPA mask or by FlexAttention blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

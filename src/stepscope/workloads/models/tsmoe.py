@@ -1,7 +1,5 @@
 """tsmoe: a time-series decoder with a mixture of experts in every block and forecasts at four horizons."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

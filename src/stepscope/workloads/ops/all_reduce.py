@@ -4,8 +4,6 @@ The measured process is rank 0. It starts the other ranks, which contribute ones
 closes, so they end when rank 0 ends for any reason.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Attention over given queries, keys and values: handwritten, compiled, or one forced SDPA backend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast

@@ -5,8 +5,6 @@ slice can be passed as it is (the convolution copies it internally), made contig
 or padded (the copy that causality needs anyway; what the model does).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

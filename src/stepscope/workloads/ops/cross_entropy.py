@@ -10,8 +10,6 @@ backward pass, so that what is rounded to the matmul dtype lies in [−1, 1].
 Both are custom ops: the compiler sees one node without a graph break, and a trace shows each by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -9,8 +9,6 @@ The code carries u = h ÷ p instead of h: u_t = q·u_{t−1} + x_t and y_t = Re 
 saves one multiplication per state and token. States enter and leave as h, real pairs [B, D, N, 2].
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

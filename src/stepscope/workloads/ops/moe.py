@@ -15,8 +15,6 @@ order of the rows, in the matmul over them, and in how the outputs are combined:
 additions. They also compute the router and the shared expert's gate in one matmul.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -189,7 +187,7 @@ class MixtureOfExperts(nn.Module):
         return (y * (weights * kept.view(weights.shape))[..., None].to(y.dtype)).sum(1)
 
     def _gathered(
-        self, x: Tensor, weights: Tensor, at: _Placement, product: Product, shape: tuple[int, ...] | None = None
+        self, x: Tensor, weights: Tensor, at: "_Placement", product: Product, shape: tuple[int, ...] | None = None
     ) -> Tensor:
         rows = GatherRows.apply(x, at.slot_of_row, at.row_of_slot, at.kept, self.top_k)
         y = self._experts(rows if shape is None else rows.view(shape), product).view(-1, x.shape[1])

@@ -1,7 +1,5 @@
 """RMS norm and layer norm: handwritten, torch's own, or handwritten and compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ Each experiment reports its result and its error relative to float64 as facts. T
 is the measurement. The audit reports the output dtype of each kind of op in a small model under autocast.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The workload of an op over random inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Softmax over the last dimension: handwritten, torch's own, or handwritten and compiled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal

@@ -1,7 +1,5 @@
 """value_shift: shifts the second half of the channels by one token, in five equivalent ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

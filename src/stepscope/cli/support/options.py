@@ -1,20 +1,74 @@
-"""Options that name the points of a workload and where their rows go."""
+"""Options that verbs share: values as people type them, what to read of a path, the points of a workload."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.values import seconds
+from stepscope.cli.support.output import Progress
+from stepscope.session import Session, open_session
 
 if TYPE_CHECKING:
     from stepscope.sweep.grid import Axes, Point
     from stepscope.sweep.results import Place
     from stepscope.workloads.workload import Workload
+
+
+def positive(text: str) -> int:
+    """Return a positive integer.
+
+    >>> positive("8")
+    8
+    """
+    return int(_above_zero(text, int, "integer"))
+
+
+def seconds(text: str) -> float:
+    """Return a positive number, such as seconds or minutes.
+
+    >>> seconds("1.5")
+    1.5
+    """
+    return _above_zero(text, float, "number")
+
+
+def _above_zero(text: str, kind: type[int] | type[float], noun: str) -> float:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive {noun}")
+    return number
+
+
+def share(text: str) -> float:
+    """Return a percentage as a share.
+
+    >>> share("2%")
+    0.02
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a percentage, such as 2%")
+    return float(found.group(1)) / 100
+
+
+def words(texts: Iterable[str]) -> list[str]:
+    """Return the values of an option that may be repeated or separated by commas.
+
+    >>> words(["device,dtype", "ranks"])
+    ['device', 'dtype', 'ranks']
+    """
+    return [word.strip() for text in texts for word in text.split(",") if word.strip()]
+
 
 # Flags for the knobs that are set most; each is also a key of --set.
 RUN_FLAGS = {
@@ -87,3 +141,15 @@ def place_of(arguments: argparse.Namespace, verb: str, subject: str) -> Place:
         resume=arguments.resume,
         resume_command=shlex.join(["stepscope", *words, "--resume"]),
     )
+
+
+def add_source_arguments(parser: argparse.ArgumentParser, rank: str = "rank to read (default: the first)") -> None:
+    parser.add_argument("--rank", type=int, metavar="R", help=rank)
+    parser.add_argument("--no-cache", action="store_true", help="do not read or write the cache")
+
+
+@contextmanager
+def opened(arguments: argparse.Namespace, path: Path | Sequence[Path] | None) -> Iterator[Session]:
+    """Open a path as the options say; while the block reads it, the terminal shows the progress."""
+    with Progress("reading") as progress:
+        yield open_session(path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress)
