@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from stepscope.document.model import Missing, Text
-from stepscope.studies.report import report_of_study
+from stepscope.studies.cs336.kernels import mixed_precision
+from stepscope.studies.report import answer_of, report_of_study
 from stepscope.studies.stored import Stored
 from stepscope.studies.write import study_of
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("*/study-*/study.json"))
+
+
+def test_rows_alone_answer_what_needs_no_trace(tmp_path):
+    (results,) = (folder for folder in FOLDERS if folder.name == "study-cs336")
+    shutil.copy(results / "study.json", tmp_path)
+    shutil.copytree(results / "models", tmp_path / "models")
+    text, *tables = answer_of(mixed_precision, Stored(tmp_path))
+
+    assert isinstance(text, Text)
+    assert [(table.id, table.num_rows) for table in tables] == [
+        ("mixed-precision", 21), ("published-bf16-forward", 5), ("published-bf16-forward+backward", 3),
+    ]  # fmt: skip
+    assert [*tables[0].columns] == ["model", "pass", "fp32_median_ns", "autocast_median_ns", "speedup"]
 
 
 @pytest.mark.long

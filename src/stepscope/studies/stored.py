@@ -179,13 +179,14 @@ class Stored:
                 raise Unavailable(of.if_empty)
             return rows
         except Unavailable:
-            kept = self._kept.get(of.id)
+            kept = self.kept.get(of.id)
             if kept is None:
                 raise
             return Rows(of.id, [dict(zip(kept, values)) for values in zip(*kept.values())])
 
     @cached_property
-    def _kept(self) -> dict[str, dict[str, list[Any]]]:
+    def kept(self) -> dict[str, dict[str, list[Any]]]:
+        """Columns of the tables that a published study keeps, by id; empty for any other."""
         path = self.folder / KEPT_FILE
         return json.loads(path.read_bytes()) if path.is_file() else {}
 
