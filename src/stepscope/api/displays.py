@@ -40,7 +40,6 @@ def document_of(result: Any, *options: Any) -> "Document":
 
 
 def verdict_of(result: Any) -> str:
-    """Return one line about a result."""
     return safe(document_of(result).verdict, _LONGEST)
 
 

@@ -88,7 +88,6 @@ def axes_of(preset: Any, set: Mapping[str, Any] | None, **named: Any) -> Axes:
 
 
 def place_of(verb: str, workload: str, output: str | os.PathLike[str] | None, resume: bool) -> Place:
-    """Return where the rows of a function's call go."""
     from stepscope.sweep.results import Place, default_folder
 
     return Place(
@@ -112,8 +111,6 @@ def bench_points(
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """A sweep that was run, or interrupted."""
-
     rows: list[dict[str, Any]]  # all rows of the folder, of earlier runs too
     environments: Mapping[str, Any]
     statuses: tuple[str, ...]  # of the points of this run
@@ -169,7 +166,6 @@ def run_sweep(
 
 
 def write_tables(results: Results, command: str) -> None:
-    """Write results.csv and results.md beside the rows."""
     from stepscope.analysis.comparison.sweeps import sweep_of
     from stepscope.document.sweep_table import records_table, sweep_document
     from stepscope.render.write import write_sweep_tables

@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the sweep; 0 if every row is ok."""
     need_torch()
     from stepscope.api.sweeps import bench_points
     from stepscope.document.sweep_table import grid_document

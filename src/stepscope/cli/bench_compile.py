@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check and print; 0 if all compiled configurations compute what eager ones do."""
     need_torch()
     from stepscope.document.sections.compiler import check_json, checks_document
     from stepscope.sweep.checks.compile_runs import check_compile, parse_shapes

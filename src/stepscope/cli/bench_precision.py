@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the dtypes; 0 if each is ok, or not supported here."""
     need_torch()
     from stepscope.sweep.grid import find_workload, grid_points, renamed
     from stepscope.sweep.run_knobs import DTYPES

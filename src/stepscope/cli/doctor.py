@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure if asked, and print; always 0."""
     torch, torch_problem = _import_torch()
     if arguments.measure and torch is None:
         raise MissingDependencyError(f"--measure needs torch: {torch_problem}")

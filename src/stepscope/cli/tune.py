@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the tuning; 0 if a point is correct."""
     need_torch()
     from stepscope.api.tuning import TUNE_FILE, run_tuning
     from stepscope.document.tuning import tuning_document

@@ -39,7 +39,6 @@ def find_device(name: str) -> Device | None:
 
 
 def known_devices() -> tuple[Device, ...]:
-    """Return every device in the table, in order."""
     return tuple(_devices().values())
 
 
@@ -89,7 +88,6 @@ class Ceilings:
     torch_version: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields but the name, as they are stored."""
         return {name: value for name, value in asdict(self).items() if name != "name"}
 
 
@@ -102,7 +100,6 @@ def ceilings_path() -> Path:
 
 
 def load_ceilings(name: str) -> Ceilings | None:
-    """Return the ceilings stored for exactly this device name, or None."""
     if name.endswith(" CPU"):  # names of older recordings: any machine of an architecture
         return None
     entry: Any = _read().get(name)

@@ -54,8 +54,6 @@ class OutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a segment, free or allocated."""
-
     address: int
     size: int
     is_small: bool
@@ -149,18 +147,14 @@ MAX_REPEATS = 10  # of the last cycle, if reserved memory keeps changing
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay."""
-
-    peak_allocated_bytes: int
-    """The peak of a cycle in the steady state."""
+    peak_allocated_bytes: int  # the peak of a cycle in the steady state
     peak_reserved_bytes: int
     peak_at: tuple[int, int]
     """The position of the peak: the cycle, counted from 1, and the number of its events so far."""
     settles_at_step: int | None
     """The first step, counted from 1, after which no step reserves more; None if memory grows or runs out."""
     out_of_memory: OutOfMemory | None
-    num_retries: int
-    """How often the allocator had to release unused segments."""
+    num_retries: int  # how often the allocator had to release unused segments
 
 
 class Events:
@@ -285,8 +279,7 @@ class _Player:
     def __init__(self, events: Events, heap: Any) -> None:
         self._events, self._heap = events, heap
         self.blocks: dict[int, Block] = {}
-        self.leaked: list[tuple[int, Block]] = []
-        """From earlier cycles, and never freed."""
+        self.leaked: list[tuple[int, Block]] = []  # from earlier cycles, and never freed
 
     def play(self, number: int, num_events: int | None = None) -> tuple[int, int]:
         """Return the peak of a cycle, and the number of its events up to the peak. Cycle 0 is the build."""

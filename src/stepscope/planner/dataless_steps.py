@@ -39,30 +39,21 @@ BUILD = "build"
 class Traced:
     """What a plan knows about a workload before the allocator is simulated."""
 
-    memory: Mapping[str, Any]
-    """In the format of `memory.json.gz`, but starting with the build."""
+    memory: Mapping[str, Any]  # in the format of `memory.json.gz`, but starting with the build
     step_begins: Sequence[int]
     """The position of the first event of each step, and of the first event after the last step."""
-    period: int
-    """The number of steps at the end that repeat from then on."""
-    flops: Mapping[str, Any]
-    """Of one step, in the format of a recording."""
+    period: int  # the number of steps at the end that repeat from then on
+    flops: Mapping[str, Any]  # of one step, in the format of a recording
     num_parameters: int
     num_tokens: int | None
-    assumed: Sequence[str]
-    """Assumptions where only data could decide."""
-    unseen: Mapping[str, str]
-    """Ops whose scratch memory is unknown, and why."""
-    is_whole_step: bool = False
-    """Whether it is a step of the user's own loop, with unknown contents."""
+    assumed: Sequence[str]  # assumptions where only data could decide
+    unseen: Mapping[str, str]  # ops whose scratch memory is unknown, and why
+    is_whole_step: bool = False  # whether it is a step of the user's own loop, with unknown contents
     error_bar: float | None = None
     """Relative error of the peak in either direction, if a part of the plan is an approximation."""
-    num_idle_optimizers: int = 0
-    """Optimizers that never stepped."""
-    fsdp: int | None = None
-    """The number of ranks, with FSDP2."""
-    unknown_bytes: int = 0
-    """Bytes that a verdict should allow for libraries that choose their workspace at run time."""
+    num_idle_optimizers: int = 0  # optimizers that never stepped
+    fsdp: int | None = None  # the number of ranks, with FSDP2
+    unknown_bytes: int = 0  # bytes that a verdict should allow for libraries that choose their workspace at run time
 
 
 def trace(

@@ -18,8 +18,7 @@ from stepscope.workloads.workload import Workload
 
 NEAR = 8
 """A plan takes seconds. It is made if this many times the peak of the defaults, scaled by batch, might not fit."""
-MOST_FAILURES = 2
-"""After this many failed plans, no more are tried."""
+MOST_FAILURES = 2  # after this many failed plans, no more are tried
 
 
 class Forecaster:

@@ -16,8 +16,6 @@ THREADS_PER_PROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of CUDA device."""
-
     compute_capability: tuple[int, int]
     num_processors: int
 

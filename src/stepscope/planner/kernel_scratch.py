@@ -13,8 +13,7 @@ from stepscope.planner.hardware import Hardware
 
 MAX_THREADS = 512
 WARP = 32
-MIN_VALUES, MAX_VALUES = 16, 256
-"""Values summed by one thread: fewer do not justify another block, more are split."""
+MIN_VALUES, MAX_VALUES = 16, 256  # values summed by one thread: fewer do not justify another block, more are split
 
 
 def buffer_bytes(
@@ -144,8 +143,7 @@ _HIDDEN = {
     "_thnn_fused": "this is a CPU op: the memory of the CUDA op that replaces it is not counted",
     "flex_attention": "the scratch memory of its kernels is not counted",
     "ctc_loss": "cuDNN's workspace is not counted",
-}
-"""By a part of the op's name."""
+}  # by a part of the op's name
 _HIDDEN_ON_CPU = {
     "convolution": "oneDNN's workspace is not counted",
     "mkldnn_rnn_layer": "oneDNN's workspace is not counted: about 15 times the output, kept for backward",

@@ -11,10 +11,8 @@ MOST_CALLS = 16  # in which every optimizer must step, and in which a repetition
 class Call(NamedTuple):
     """One call of a step, as far as it is compared with others."""
 
-    sizes: Counter[int]
-    """Of its allocations."""
-    stepped: frozenset[int]
-    """The ids of the parameter groups that an optimizer stepped."""
+    sizes: Counter[int]  # of its allocations
+    stepped: frozenset[int]  # the ids of the parameter groups that an optimizer stepped
 
 
 def are_enough(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> bool:

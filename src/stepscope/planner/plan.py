@@ -130,21 +130,17 @@ def _crossing(points: list[tuple[int, int]], wanted: int) -> int | None:
 
 CPU = "cpu"
 MAX_BATCH, MAX_LENGTH = "max_batch", "max_seq_len"
-KNOBS = {MAX_BATCH: "batch", MAX_LENGTH: "seq_len"}
-"""The key of a search's answer, and the knob that it searches."""
+KNOBS = {MAX_BATCH: "batch", MAX_LENGTH: "seq_len"}  # the key of a search's answer, and the knob that it searches
 MOST_RANKS = 16384
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The prediction of one point, with the answers of its searches."""
-
     point: Point
     prediction: Prediction
     largest: Mapping[str, int | None]
     """`max_batch` and `max_seq_len`, if they were asked for; None if nothing limits them, or nothing is known."""
-    bounded_by: Mapping[str, str]
-    """What limits a search if it is not memory, by the search's key."""
+    bounded_by: Mapping[str, str]  # what limits a search if it is not memory, by the search's key
 
     def to_json(self) -> dict[str, Any]:
         """Return one row of `predictions` (docs/plan.md)."""
@@ -158,8 +154,7 @@ class Planned:
 class Plan(Shown):
     """What training steps need: one prediction per point and device."""
 
-    planned: tuple[Planned, ...]
-    """Every point on every device, with the answers of searches."""
+    planned: tuple[Planned, ...]  # every point on every device, with the answers of searches
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:

@@ -30,14 +30,10 @@ class LowerBound:
     """The least time that a step can take on a device, regardless of its kernels."""
 
     ms: float
-    compute_ms: float
-    """All counted FLOPs at the dense peak rate of their dtype."""
-    bandwidth_ms: float
-    """`bytes` at the device's bandwidth."""
-    binds: str
-    """`compute` or `bandwidth`, whichever takes longer."""
-    bytes: int
-    """The bytes that must be moved: see `moved_bytes`."""
+    compute_ms: float  # all counted FLOPs at the dense peak rate of their dtype
+    bandwidth_ms: float  # `bytes` at the device's bandwidth
+    binds: str  # `compute` or `bandwidth`, whichever takes longer
+    bytes: int  # the bytes that must be moved: see `moved_bytes`
 
 
 def lower_bound(traced: Traced, device: Device, run: Mapping[str, Any]) -> tuple[LowerBound, list[str]]:
@@ -109,42 +105,28 @@ ROUNDING = "allocator_rounding"
 class Prediction:
     """One point on one device."""
 
-    device: str
-    """The device's exact name, or `cpu`."""
+    device: str  # the device's exact name, or `cpu`
     parameters: int
-    flops: int
-    """Of one step, counted op by op. `unmodelled` lists ops without a formula."""
+    flops: int  # Of one step, counted op by op. `unmodelled` lists ops without a formula.
     peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    """None on a CPU."""
+    peak_reserved_bytes: int | None  # None on a CPU
     live_at_peak: Mapping[str, int]
     """Bytes by owner, plus the allocator's rounding. They sum to `peak_allocated_bytes`."""
-    live_at_peak_by_module: Mapping[str, int]
-    """The same bytes by module. An empty name stands for no module."""
-    peak_step: int
-    """The step of the peaks. If nothing grows, all later steps are like it."""
-    growth_bytes_per_step: int
-    """What every step leaves behind; 0 if memory is stable."""
-    settles_at_step: int | None
-    """The first step after which no step reserves more; None if memory grows."""
-    usable_bytes: int | None
-    """The least memory that tensors can use on the device; None on a CPU."""
+    live_at_peak_by_module: Mapping[str, int]  # The same bytes by module. An empty name stands for no module.
+    peak_step: int  # The step of the peaks. If nothing grows, all later steps are like it.
+    growth_bytes_per_step: int  # what every step leaves behind; 0 if memory is stable
+    settles_at_step: int | None  # the first step after which no step reserves more; None if memory grows
+    usable_bytes: int | None  # the least memory that tensors can use on the device; None on a CPU
     fits: str | None
     """`fits`, `does not fit`, `too close to call`, `grows` (with every step), or `not known` (an optimizer never
     stepped); None on a CPU."""
-    num_retries: int
-    """How often the allocator must release unused memory to make it fit."""
+    num_retries: int  # how often the allocator must release unused memory to make it fit
     lower_bound: LowerBound | None
-    tokens_per_s: float | None
-    """The highest throughput that the lower bound allows."""
-    unmodelled: tuple[str, ...]
-    """Ops and effects that the prediction does not include."""
-    is_whole_step: bool = False
-    """Whether it is a step of the user's own loop, which ignores the point's knobs."""
-    fsdp: int | None = None
-    """The number of ranks with FSDP2: all values are those of one rank."""
-    error_bar: float | None = None
-    """Relative error of the peak in either direction, if the plan is an approximation."""
+    tokens_per_s: float | None  # the highest throughput that the lower bound allows
+    unmodelled: tuple[str, ...]  # ops and effects that the prediction does not include
+    is_whole_step: bool = False  # whether it is a step of the user's own loop, which ignores the point's knobs
+    fsdp: int | None = None  # the number of ranks with FSDP2: all values are those of one rank
+    error_bar: float | None = None  # relative error of the peak in either direction, if the plan is an approximation
 
     def __repr__(self) -> str:
         return f"<Prediction: {self.fits or 'no limit'}, {size(self.peak_allocated_bytes)} on {self.device}>"
@@ -243,7 +225,6 @@ def _verdict(events: Events, free: Replay, traced: Traced, usable: tuple[int, in
 def _live(
     allocations: Sequence[Allocation], live: Sequence[tuple[int, int]]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of the live blocks by owner and by module."""
     owners: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for index, block_bytes in live:

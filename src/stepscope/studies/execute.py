@@ -30,13 +30,10 @@ _FOLDER = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The points to run, by measure."""
-
     study: Study
     mode: str
     device: str
-    points: Mapping[str, list[Point]]
-    """By the measure's id, in order."""
+    points: Mapping[str, list[Point]]  # by the measure's id, in order
 
     @property
     def num_points(self) -> int:

@@ -17,8 +17,7 @@ from stepscope.studies.study import BarsOf, Record, TableOf
 if TYPE_CHECKING:
     from stepscope.studies.stored import Rows, Stored
 
-said = cell
-"""Returns a figure with the unit that its name ends in."""
+said = cell  # returns a figure with the unit that its name ends in
 TIME, PEAK, BUSY = "time_median_ns", "peak_allocated_bytes", "gpu_busy_share"
 LOG_FACTOR, LOG_FACTOR_ALONE = 4, 30
 """An axis whose ends are this far apart is logarithmic. The second is for y over a linear x: over a logarithmic x,
@@ -27,8 +26,7 @@ HOST_SPREAD, GPU_SPREAD = 2.0, 1.01
 """How far two processes of one point can be apart although each has a narrow interval. Seen on one machine: 10.7 and
 19.7 ms, 60 and 102 ms if the host limits the speed; 127.9 and 128.3 ms if the GPU does."""
 ByKey = Callable[["Stored"], Mapping[Any, float]]
-HOST_PACED = 0.75
-"""Below this share of GPU busy time, a row's time mostly measures the host."""
+HOST_PACED = 0.75  # below this share of GPU busy time, a row's time mostly measures the host
 
 
 def table(id: str, title: str, rows: Iterable[Record], *names: str, note: str = "", num_shown: int = 40) -> Table:

@@ -15,8 +15,7 @@ from stepscope.studies.stored import Rows
 from stepscope.studies.study import Record
 
 FORMULA = "constant + token · tokens of the batch + pair · length²; two lengths give the token term only"
-EXACT_SHARE = 0.01
-"""Figures within this share count as equal, unless some fit is ten times closer."""
+EXACT_SHARE = 0.01  # figures within this share count as equal, unless some fit is ten times closer
 
 
 class Grown(NamedTuple):
@@ -25,10 +24,8 @@ class Grown(NamedTuple):
     constant_bytes: float | None
     token_bytes: float
     pair_bytes: float | None
-    pairs_share: float | None
-    """Share of the pairs at the longest length."""
-    error_share: float | None
-    """Largest relative error."""
+    pairs_share: float | None  # share of the pairs at the longest length
+    error_share: float | None  # largest relative error
 
 
 def grown(rows: Iterable[Record], name: str) -> Grown:
@@ -62,8 +59,7 @@ def grown(rows: Iterable[Record], name: str) -> Grown:
     return Grown(constant, token, pair, of_pairs / (constant + token * most_tokens + of_pairs), error)
 
 
-Fit = tuple[dict[int, float], float]
-"""Factors of some of the three terms by place, and the largest relative error."""
+Fit = tuple[dict[int, float], float]  # factors of some of the three terms by place, and the largest relative error
 
 
 def _least_error(fits: Iterable[Fit]) -> float:

@@ -76,8 +76,6 @@ def differences(
 def memory_chart(
     id: str, title: str, recorded: Callable[[Stored], Recorded], chart: str = "memory_timeline"
 ) -> Drawn:
-    """Return a chart of the memory section of a recording, under this id and title."""
-
     def draw(stored: Stored) -> Chart:
         from stepscope.document.sections.memory import parts
 

@@ -22,8 +22,7 @@ TOML_FILE = "study.toml"
 KEPT_FILE = "kept_tables.json"
 """Of a published study: columns of the tables that need recordings or traces, which are too large to publish."""
 QUICK, FULL = "quick", "full"
-RECORDING, TRACE = "recording", "trace"
-"""Fields of a row that name its recording and its trace, relative to the rows."""
+RECORDING, TRACE = "recording", "trace"  # fields of a row that name its recording and its trace, relative to the rows
 Made = TypeVar("Made")
 
 
@@ -78,11 +77,9 @@ class Rows:
         return found[0]
 
     def most(self, name: str) -> dict[str, Any]:
-        """Return the row with the largest value of a field."""
         return max(self.needed(), key=lambda record: record[name])
 
     def least(self, name: str) -> dict[str, Any]:
-        """Return the row with the smallest value of a field."""
         return min(self.needed(), key=lambda record: record[name])
 
     def beside(self, same: Iterable[str], **base: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -100,13 +97,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One point that was trained under `stepscope run`."""
-
     axes: dict[str, Any]
     status: str
     reason: str | None
-    folder: Path | None
-    """None if it left no recording."""
+    folder: Path | None  # None if it left no recording
 
     @cached_property
     def source(self) -> Session:
@@ -134,7 +128,6 @@ class Stored:
 
     @property
     def mode(self) -> str:
-        """`quick` or `full`."""
         return str(self.facts.get("mode"))
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -159,7 +152,6 @@ class Stored:
             raise Unavailable(str(error)) from None
 
     def summary(self, measure: str) -> SweepSummary:
-        """Return a measure summarized as `stepscope bench` does."""
         sweep = self.sweep(measure)
         return self.once(("summary", measure), lambda: sweep_of(list(sweep.rows), sweep.environments))
 
@@ -198,7 +190,6 @@ class Stored:
         return [one for one in every if all(one.axes.get(name) == value for name, value in values.items())]
 
     def recording(self, measure: str, **values: Any) -> Recorded:
-        """Return the first of them. Raise Unavailable if there is none."""
         found = self.recordings(measure, **values)
         if not found:
             said = ", ".join(f"{name}={value}" for name, value in values.items())

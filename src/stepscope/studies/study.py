@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from stepscope.studies.stored import Rows, Stored
 
 Record = Mapping[str, Any]
-Records = Iterable[dict[str, Any]]
-"""What a function of Stored returns for a table: a list or a generator."""
-Axes = Mapping[str, Any]
-"""Knob, or `preset` → one value or a list of values. The lists of one mapping multiply."""
+Records = Iterable[dict[str, Any]]  # what a function of Stored returns for a table: a list or a generator
+Axes = Mapping[str, Any]  # Knob, or `preset` → one value or a list of values. The lists of one mapping multiply.
 FileContent = str | bytes | Mapping[str, str | bytes]
 
 
@@ -37,24 +35,18 @@ FileContent = str | bytes | Mapping[str, str | bytes]
 class Measure:
     """Points of one workload, all measured the same way."""
 
-    id: str
-    """Folder of its rows inside the study's folder: letters, digits, - and _."""
-    workload: str
-    """A name, hf:path/to/config.json, my.module:build or path/to/file.py:build."""
-    about: str
-    """One line."""
-    quick: Sequence[Axes] | Axes
-    """Grids of --quick: seconds per point on a CPU."""
-    full: Sequence[Axes] | Axes
-    """Grids of --full. () leaves the measure out."""
+    id: str  # folder of its rows inside the study's folder: letters, digits, - and _
+    workload: str  # a name, hf:path/to/config.json, my.module:build or path/to/file.py:build
+    about: str  # one line
+    quick: Sequence[Axes] | Axes  # grids of --quick: seconds per point on a CPU
+    full: Sequence[Axes] | Axes  # Grids of --full. () leaves the measure out.
 
 
 @dataclass(frozen=True)
 class Sweep(Measure):
     """Points measured as `stepscope bench` does: clean times, peaks, proofs and correctness."""
 
-    trace: bool = False
-    """Keep a trace of each point."""
+    trace: bool = False  # keep a trace of each point
     layers: bool = False
     """Time every layer in the first call and once warm (`layers` of a row). Skips the correctness check."""
 
@@ -63,8 +55,7 @@ class Sweep(Measure):
 class Recordings(Measure):
     """Points trained under `stepscope run`: one recording each."""
 
-    options: tuple[str, ...] = ()
-    """Options of `stepscope run`."""
+    options: tuple[str, ...] = ()  # options of `stepscope run`
     loop: tuple[str, ...] = ()
     """Options of the training loop. ("--data", "text", "--workers", "2") reads a text with a DataLoader."""
 
@@ -73,19 +64,14 @@ class Recordings(Measure):
 class TableOf:
     """A table of an answer, made from rows. Columns without any value are left out."""
 
-    id: str
-    """Name of its CSV file."""
+    id: str  # name of its CSV file
     title: str
-    rows: Any
-    """A measure's id, another table, or a function of Stored that returns records."""
-    columns: str = ""
-    """Names separated by spaces. "" shows every field of the first record."""
+    rows: Any  # a measure's id, another table, or a function of Stored that returns records
+    columns: str = ""  # Names separated by spaces. "" shows every field of the first record.
     note: str | Callable[[Rows], str] = ""
     num_shown: int = 40
-    is_optional: bool = False
-    """Left out if it has no rows."""
-    if_empty: str = ""
-    """What the report says if it has no rows."""
+    is_optional: bool = False  # left out if it has no rows
+    if_empty: str = ""  # what the report says if it has no rows
 
 
 def table_of(id: str, title: str, columns: str = "", **options: Any) -> Callable[[RowsOf], TableOf]:
@@ -95,10 +81,7 @@ def table_of(id: str, title: str, columns: str = "", **options: Any) -> Callable
 
 @dataclass(frozen=True)
 class ChartOf:
-    """A chart of an answer."""
-
-    id: str
-    """Name of its PNG file."""
+    id: str  # name of its PNG file
     title: str
 
 
@@ -125,11 +108,9 @@ class BarsOf(ChartOf):
     """One bar per record of a table, one part per column."""
 
     of: Any
-    label: str
-    """Columns whose values name a bar, separated by spaces."""
+    label: str  # columns whose values name a bar, separated by spaces
     values: str
-    sort: str = ""
-    """Sort by this column, largest first."""
+    sort: str = ""  # sort by this column, largest first
     num_shown: int = 12
 
 
@@ -141,8 +122,7 @@ class Question:
     sentence: Callable[[Tables], str] | None = None
     """Makes one sentence from the records of the tables: `tables["id"]` are Rows."""
     parts: tuple[TableOf | ChartOf, ...] = ()
-    claim: str = ""
-    """What the original note said, to show beside the answer."""
+    claim: str = ""  # what the original note said, to show beside the answer
     answer: Callable[[Stored], Iterable[Any]] | None = None
     """For anything else: yields parts of stepscope.document.model, the answering Text first."""
 
@@ -168,12 +148,9 @@ def question(title: str, *parts: TableOf | ChartOf, claim: str = "") -> Callable
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A complete investigation."""
-
     name: str
     title: str
-    about: str
-    """What it is about, in a line or two."""
+    about: str  # what it is about, in a line or two
     measures: tuple[Measure, ...]
     questions: tuple[Question, ...]
     files: Mapping[str, str | Callable[[Stored], FileContent] | None] = field(default_factory=dict)

@@ -30,15 +30,12 @@ class Point:
 
     workload: str
     preset: str | None
-    config: Mapping[str, Value]
-    """Every knob of the workload."""
-    run: Mapping[str, Value]
-    """Every run knob."""
+    config: Mapping[str, Value]  # every knob of the workload
+    run: Mapping[str, Value]  # every run knob
     hash: str
 
 
-Axes = Mapping[str, Sequence[Any]]
-"""Name of a knob, or `preset` → its values."""
+Axes = Mapping[str, Sequence[Any]]  # name of a knob, or `preset` → its values
 
 
 def make_point(workload: Workload[Any], values: Mapping[str, Value], preset: str | None = None) -> Point:
@@ -195,7 +192,6 @@ def listed(values: Any) -> Axes:
 
 
 def _called(path: Path, function: str) -> Iterable[Any]:
-    """Return what the function in the file returns or yields."""
     spec = importlib.util.spec_from_file_location(f"stepscope_grid_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"{path} not found")

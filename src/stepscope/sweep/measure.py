@@ -69,8 +69,7 @@ class Phases:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self.samples_ns: dict[str, list[int]] = {}
-        """By phase, one sample per pass, in order; device time on a GPU."""
+        self.samples_ns: dict[str, list[int]] = {}  # by phase, one sample per pass, in order; device time on a GPU
 
     def run(self, run_once: Pass) -> Any:
         marks: list[tuple[str, Any]] = []
@@ -137,7 +136,6 @@ def ledger_of(run_once: Pass) -> Ledger:
 
 
 def counted_flops(run_once: Pass) -> dict[str, Any]:
-    """Return the FLOPs of one pass, op by op."""
     facts = ledger_of(run_once).flops(compiled=False)
     model = facts["model_flops_by_dtype"]
     return {
@@ -181,7 +179,6 @@ def timed_layers(module: nn.Module, device: str) -> Iterator[dict[str, int]]:
 
 
 def median_layers_ns(run_once: Callable[[], Any], module: nn.Module, num_passes: int, device: str) -> dict[str, int]:
-    """Return the median nanoseconds of each layer over several passes."""
     passes = []
     for _ in range(num_passes):
         with timed_layers(module, device) as times_ns:
@@ -207,17 +204,12 @@ def _timed(name: str, layer: nn.Module, device: str, times_ns: dict[str, int]) -
 
 @dataclass(frozen=True)
 class Traced:
-    """What the profiler saw in one pass."""
-
     ops: dict[str, int]
     kernels: dict[str, int]
-    num_launches: int
-    """Calls that launch work on the GPU; a CUDA graph is one."""
-    gpu_busy_ns: int
-    """Time in which the GPU ran a kernel, a copy or a fill."""
+    num_launches: int  # calls that launch work on the GPU; a CUDA graph is one
+    gpu_busy_ns: int  # time in which the GPU ran a kernel, a copy or a fill
     traced_ns: int
-    peak_bytes: int | None
-    """On a CPU: peak bytes of tensors, as the allocator counts them."""
+    peak_bytes: int | None  # on a CPU: peak bytes of tensors, as the allocator counts them
     before_backward_bytes: int | None
 
 

@@ -94,8 +94,7 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-_held_bytes = 0
-"""What this process held when its limit was set; the limit is on top of it."""
+_held_bytes = 0  # what this process held when its limit was set; the limit is on top of it
 _AMOUNT = r"([0-9.]+) (bytes|[KMGT]iB)"
 _HOST_ERRORS = ("DefaultCPUAllocator", "Cannot allocate memory", "bad_alloc", "MemoryError", "bad allocation")
 _DEVICE_ERRORS = (

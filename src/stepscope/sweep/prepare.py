@@ -132,7 +132,6 @@ def cast(batch: Batch, dtype: torch.dtype | None = None, device: str | None = No
 
 
 def weights_dtype(run: Mapping[str, Value]) -> torch.dtype:
-    """Return the dtype of weights and floating-point inputs."""
     return WEIGHTS.get(str(run["dtype"]), torch.float32)
 
 
@@ -157,7 +156,6 @@ def compiled(module: nn.Module, run: Mapping[str, Value]) -> nn.Module:
 
 
 def users_own(module: nn.Module) -> nn.Module:
-    """Return a user's own module without Stepscope's wrapper."""
     children = list(module.children())
     is_ours = type(module).__module__ in ("stepscope.workloads.factory", "stepscope.workloads.huggingface")
     return children[0] if is_ours and len(children) == 1 else module

@@ -10,8 +10,7 @@ OK, OOM, WRONG, UNPROVEN, SKIPPED, CRASHED, TIMEOUT = (
     "ok", "oom", "wrong", "unproven", "skipped", "crashed", "timeout",
 )  # fmt: skip
 
-Row = dict[str, Any]
-"""One line of results.jsonl; docs/bench.md lists its keys."""
+Row = dict[str, Any]  # one line of results.jsonl; docs/bench.md lists its keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,23 +19,17 @@ class Request:
 
     workload: str
     preset: str | None
-    config: dict[str, Any]
-    """Every knob of the workload."""
-    run: dict[str, Any]
-    """Every run knob."""
+    config: dict[str, Any]  # every knob of the workload
+    run: dict[str, Any]  # every run knob
     result_path: str
     log_path: str
-    trace_path: str | None = None
-    """Where to keep the Chrome trace, if anywhere."""
-    memory_limit_bytes: int | None = None
-    """Limit on host memory (CPU) or device memory (GPU); None: no limit."""
+    trace_path: str | None = None  # where to keep the Chrome trace, if anywhere
+    memory_limit_bytes: int | None = None  # limit on host memory (CPU) or device memory (GPU); None: no limit
     known_gate: dict[str, Any] | None = None
     """The gate's verdict from another point of this sweep with the same variant."""
-    probe: bool = False
-    """Only check whether it fits: no gate, no FLOPs, no trace."""
+    probe: bool = False  # only check whether it fits: no gate, no FLOPs, no trace
     timeout_s: float = 600.0
-    compares_dtypes: bool = False
-    """Whether to run the measurements of `sweep/checks/precision_probe.py` too."""
+    compares_dtypes: bool = False  # whether to run the measurements of `sweep/checks/precision_probe.py` too
     layers: bool = False
     """Time each layer in the first call and once warm. Skips the gate, which would warm up the process."""
     shapes: list[dict[str, Any]] | None = None

@@ -94,8 +94,6 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How every run is measured."""
-
     warmup: int = 8
     clean: int = 20
     timeout_s: float = 1800
@@ -174,8 +172,6 @@ def run_again(command: Command, output: Path, options: Options, fix: str | None,
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process failed, in one line."""
-
     reason: str
     is_timeout: bool = False
 

@@ -120,15 +120,10 @@ class Results(AbstractContextManager["Results"]):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the rows of a sweep are written."""
-
     folder: Path
-    command: str
-    """What started the sweep; sweep.json keeps it."""
-    resume: bool = False
-    """Whether to continue a sweep that was interrupted."""
-    resume_command: str
-    """What a user runs to continue it."""
+    command: str  # what started the sweep; sweep.json keeps it
+    resume: bool = False  # whether to continue a sweep that was interrupted
+    resume_command: str  # what a user runs to continue it
 
     def open(self, **facts: Any) -> Results:
         """Return the open folder; `facts` are further keys of sweep.json."""
@@ -137,7 +132,6 @@ class Place:
 
 
 def default_folder(verb: str, workload: str) -> Path:
-    """Return the folder of a sweep that was given none."""
     name = "".join(c if c.isalnum() else "-" for c in Path(workload).name)
     return Path("runs") / f"{verb}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 

@@ -24,8 +24,6 @@ IGNORED_BY_GATE = ("warmup", "steps", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How every point of a sweep is run."""
-
     timeout_s: float = 600.0
     trace: bool = False
     memory_limit_bytes: int | None = None
@@ -44,7 +42,6 @@ class Runner:
         self._gates: dict[str, dict[str, Any]] = {}
 
     def run(self, point: Point, probe: bool = False) -> Row:
-        """Run a point and return its row without writing it."""
         key, options = self._gate_key(point), self.options
         trace = self._folder / TRACE_FOLDER / f"{point.hash}.json.gz"
         row = measured_row(

@@ -36,13 +36,9 @@ REAP_S = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a point's process ended."""
-
-    exit_code: int
-    """Negative if a signal ended it."""
+    exit_code: int  # negative if a signal ended it
     timed_out: bool
-    memory_kill: bool
-    """Whether the kernel killed a process for lack of memory meanwhile."""
+    memory_kill: bool  # whether the kernel killed a process for lack of memory meanwhile
     seconds: float
 
 
@@ -84,7 +80,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
         )
 
     def __exit__(self, *_exception: object) -> None:
-        """Stop the server and its running point."""
         if self._process is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()  # type: ignore[union-attr]

@@ -20,8 +20,7 @@ from stepscope.sweep.text_data import text_batches
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built
 
-MAX_STEPS = 200
-"""Where it stops if the recorder does not stop it after the last window."""
+MAX_STEPS = 200  # where it stops if the recorder does not stop it after the last window
 
 
 def main(argv: list[str]) -> int:

@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_WIDTH = 8
-"""Channels per program; benchmarks/ema_paths.py compares widths."""
+BLOCK_WIDTH = 8  # channels per program; benchmarks/ema_paths.py compares widths
 
 
 @triton.jit
@@ -177,7 +176,6 @@ def _step_sums(sums, row, grad_row, q_re, q_im):
 
 @triton.jit
 def _eight_sums(sums, rows, grad_rows, q_re, q_im):
-    """Return the same sums after eight more tokens."""
     for i in tl.static_range(8):
         sums = _step_sums(sums, rows[i], grad_rows[i], q_re, q_im)
     return sums
@@ -264,7 +262,6 @@ def forward(
 def backward(
     grad_y: Tensor, grad_last: Tensor, x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, q, w, skip and the incoming state."""
     grad_x, grad_state = backward_input(grad_y, grad_last, q, w, skip)
     return grad_x, *backward_weights(grad_y, grad_last, x, q, w, state), grad_state
 
@@ -272,7 +269,6 @@ def backward(
 def backward_input(
     grad_y: Tensor, grad_last: Tensor, q: Tensor, w: Tensor, skip: Tensor, block_width: int = BLOCK_WIDTH
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the incoming state."""
     grad_y, skip, grad_last, q, w = grad_y.contiguous(), skip.contiguous(), *map(_planes, (grad_last, q, w))
     grad_x, grad_state = torch.empty_like(grad_y), torch.empty_like(grad_last)
     grid, sizes, constants = _sizes(grad_y, q, block_width)
@@ -290,7 +286,6 @@ def backward_weights(
     state: Tensor | None,
     block_width: int = BLOCK_WIDTH,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, w and skip."""
     grad_y, x, grad_last, q, w = grad_y.contiguous(), x.contiguous(), *map(_planes, (grad_last, q, w))
     grad_q, grad_w = torch.empty_like(grad_last), torch.empty_like(grad_last)
     grad_skip = q.new_empty(x.shape[0], x.shape[2])

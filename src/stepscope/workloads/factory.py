@@ -27,7 +27,6 @@ SHAPES = "(module, batch function), or a function that runs one complete step"
 
 
 def user_factory(name: str) -> Workload[Any]:
-    """Return the workload of a function in a module or file."""
     place, _, function_name = name.rpartition(":")
     if not place or not function_name:
         raise UsageError(f"{name!r}: write my.module:build or path/to/file.py:build")

@@ -18,7 +18,6 @@ Gelu = Literal["torch", "kept"]
 
 
 def gelu_by(way: Gelu, x: Tensor) -> Tensor:
-    """Return GELU of x, computed this way in both directions."""
     return kept_gelu(x) if way == "kept" else functional.gelu(x)
 
 

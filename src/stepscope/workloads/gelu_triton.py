@@ -48,7 +48,6 @@ def stepscope_gelu_backward(grad_y, x, grad_x, size, BLOCK: tl.constexpr):
 
 
 def forward(x: Tensor) -> Tensor:
-    """Return GELU of x, in its dtype."""
     x = x.contiguous()
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
@@ -57,7 +56,6 @@ def forward(x: Tensor) -> Tensor:
 
 
 def backward(grad_y: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x."""
     grad_y, x = grad_y.contiguous(), x.contiguous()
     grad_x = torch.empty_like(x)
     with torch.cuda.device_of(x):

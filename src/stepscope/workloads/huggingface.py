@@ -47,7 +47,6 @@ class HuggingFaceModel(nn.Module):
 
 
 def hugging_face(path: str) -> Workload[HuggingFaceConfig]:
-    """Return the workload of a config.json, or of a folder with one."""
     given = _read(Path(path))
     _transformers()
     name = (given.get("architectures") or [""])[0] or f"{given['model_type']}, causal LM"

@@ -58,12 +58,10 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "handwritten": HandwrittenAdamW,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-}
-"""adamw: torch's default (foreach on a GPU); fused: one kernel for many parameters; handwritten: a Python loop."""
+}  # adamw: torch's default (foreach on a GPU); fused: one kernel for many parameters; handwritten: a Python loop
 
 
 def make_optimizer(name: str, parameters: Iterable[Any]) -> Any:
-    """Return a new optimizer over the parameters, with learning rate 1e-3."""
     if name not in OPTIMIZERS:
         raise UsageError(f"Unknown optimizer '{name}'. Choose from {', '.join(OPTIMIZERS)}.")
     return OPTIMIZERS[name](parameters)

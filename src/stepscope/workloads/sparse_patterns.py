@@ -25,8 +25,7 @@ from torch.nn import functional
 FLEX_BLOCK = 128
 QUERY_BLOCK = 128
 RANDOM_BLOCK = 64
-MAX_CHOSEN = 64
-"""The most global tokens that the dynamic pattern chooses; they fill half of one gathered block."""
+MAX_CHOSEN = 64  # the most global tokens that the dynamic pattern chooses; they fill half of one gathered block
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """(query positions, key positions), broadcast together → bool, True where the query sees the key."""
@@ -68,7 +67,6 @@ class SparsePattern:
 
 
 def causal_pairs(seq_len: int) -> int:
-    """Return the number of pairs in causal attention."""
     return seq_len * (seq_len + 1) // 2
 
 

@@ -11,8 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 if typing.TYPE_CHECKING:
     import torch
 
-Value = int | float | bool | str
-"""The value of a knob."""
+Value = int | float | bool | str  # the value of a knob
 
 # Prefixes for ops in graphs that torch.compile compiled: as captured from the program, and as decomposed for the
 # compiler's backend.
@@ -37,8 +36,7 @@ class Knob:
     name: str
     kind: type
     default: Value
-    values: tuple[Value, ...] | None
-    """The allowed values; None if any value of its kind is allowed."""
+    values: tuple[Value, ...] | None  # the allowed values; None if any value of its kind is allowed
     about: str
 
 
@@ -46,13 +44,11 @@ class Knob:
 class Evidence:
     """What one traced pass of a built workload shows; the basis of every proof."""
 
-    device: str
-    """"cpu" or "cuda"."""
+    device: str  # "cpu" or "cuda"
     ops: Mapping[str, int]
     """Op name (`aten::mm`, an autograd node, a label) → calls on the host. With the prefix CAPTURED or LOWERED: its
     occurrences in compiled graphs."""
-    kernels: Mapping[str, int]
-    """Kernel name → launches on the device; empty on a CPU."""
+    kernels: Mapping[str, int]  # kernel name → launches on the device; empty on a CPU
     facts: Mapping[str, float]
     """What the workload counted (`Built.facts`), and the compiler's counters as `dynamo.<counter>`."""
 
@@ -81,8 +77,7 @@ class Evidence:
 class Proof:
     """A claim about which code path ran, and how a traced pass proves it."""
 
-    claim: str
-    """`knob=value`, as typed by the user."""
+    claim: str  # `knob=value`, as typed by the user
     shows: Callable[[Evidence], str | None]
     """Returns the evidence as text (`aten::_fft_r2c ×12`), or None if the path did not run."""
 
@@ -125,14 +120,11 @@ class Built:
     """
 
     module: "torch.nn.Module"
-    batch: Callable[[], Batch]
-    """Returns a new batch from torch's generator, on the default device."""
-    num_tokens: int = 0
-    """Tokens, or items, per batch; 0 if it has none."""
+    batch: Callable[[], Batch]  # returns a new batch from torch's generator, on the default device
+    num_tokens: int = 0  # tokens, or items, per batch; 0 if it has none
     forward_flops: int | None = None
     """Model FLOPs of a forward pass by formula: 2 per multiply-add, causal attention counted as half."""
-    num_active_parameters: int | None = None
-    """Parameters used per token, if fewer than all."""
+    num_active_parameters: int | None = None  # parameters used per token, if fewer than all
     proofs: tuple[Proof, ...] = ()
     facts: Callable[[], Mapping[str, float]] = dict
     """Returns what the last pass counted, such as dropped tokens. The pass itself must not synchronize for it."""
@@ -145,8 +137,7 @@ class WholeStep:
     """A workload that is one complete step of the user's own loop, run and timed as a black box."""
 
     step: Callable[[], object]
-    num_tokens: int = 0
-    """Tokens, or items, per step; 0 if it has none."""
+    num_tokens: int = 0  # tokens, or items, per step; 0 if it has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,12 +145,10 @@ class Workload(Generic[Config]):
     """A model family or an op: everything `stepscope bench` needs to run any of its configurations."""
 
     name: str
-    about: str
-    """One line."""
+    about: str  # one line
     config: type[Config]
     """A frozen dataclass whose fields, made with `knob`, are the knobs; `Literal` lists the allowed values."""
-    presets: Mapping[str, Mapping[str, Value]]
-    """Name → the knobs it sets; the first is the default."""
+    presets: Mapping[str, Mapping[str, Value]]  # name → the knobs it sets; the first is the default
     build: Callable[[Config], Built | WholeStep]
     reference: Mapping[str, Value] = field(default_factory=dict)
     """Knobs of the plainest variant, which the others are checked against. They do not change the result."""
@@ -168,8 +157,7 @@ class Workload(Generic[Config]):
     a value that is not listed is its own group."""
     gate: Mapping[str, Value] = field(default_factory=dict)
     """Sizes at which a variant is checked against the reference, small enough for float64 on a CPU."""
-    mode: str = "step"
-    """The default mode; a workload without parameters cannot run `step`."""
+    mode: str = "step"  # the default mode; a workload without parameters cannot run `step`
 
     def knobs(self) -> tuple[Knob, ...]:
         """Return its knobs in the order of the configuration's fields."""

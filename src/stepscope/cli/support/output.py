@@ -86,7 +86,6 @@ def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
 
 
 def tell(line: str, end: str = "\n") -> None:
-    """Print a line on standard error, if there is one."""
     if sys.stderr is not None:  # else print would take standard output
         with contextlib.suppress(OSError):
             print(line, end=end, file=sys.stderr, flush=True)

@@ -45,8 +45,7 @@ class Compiler:
     ) -> None:
         self._hardware, self._mode, self._after_op, self._padding = hardware, mode, after_op, padding
         self._patch = mock.patch.object(torch, "compile", self._compile)
-        self.notes: dict[str, str] = {}
-        """Notes for the plan if anything was compiled."""
+        self.notes: dict[str, str] = {}  # notes for the plan if anything was compiled
 
     @property
     def error_bar(self) -> float | None:

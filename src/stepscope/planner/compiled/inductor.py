@@ -17,8 +17,7 @@ from stepscope.planner.emulation.torch_support import replaced
 from stepscope.planner.hardware import Hardware
 from stepscope.recorder.machine.environment import products_in_tf32
 
-DECIDERS = ("_should_pad", "should_pad_bench")
-"""The functions that run the benchmark; older versions have the second."""
+DECIDERS = ("_should_pad", "should_pad_bench")  # the functions that run the benchmark; older versions have the second
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -28,8 +27,7 @@ class Padding:
     def __init__(self, device: Device, is_tf32: bool) -> None:
         self._device, self._is_tf32 = device, is_tf32
         self._stack = ExitStack()
-        self.products: dict[str, None] = {}
-        """Rows × inner size × columns of padded products."""
+        self.products: dict[str, None] = {}  # rows × inner size × columns of padded products
 
     def __enter__(self) -> "Padding":
         from torch._inductor.fx_passes import pad_mm
@@ -50,7 +48,6 @@ class Padding:
         self._stack.close()
 
     def note(self) -> str | None:
-        """Return a note for the plan, or None if nothing was padded."""
         if not self.products:
             return None
         first, *more = self.products

@@ -49,7 +49,6 @@ def wrapped(out: Any, device: torch.device, outer: tuple[Any, ...], inner: tuple
 
 
 def meta_like(value: Any) -> Any:
-    """Return meta tensors with the same shapes."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
     if isinstance(value, list | tuple):

@@ -18,8 +18,7 @@ from stepscope.recorder.precision.attention_calls import SWITCHES
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-ORDER = ("flash", "efficient", "math", "cudnn")
-"""PyTorch's default order of preference."""
+ORDER = ("flash", "efficient", "math", "cudnn")  # PyTorch's default order of preference
 LARGEST_CAPABILITY = (12, 1)
 MOST_CUDNN_ROWS = 65535
 
@@ -104,7 +103,6 @@ def choose(
 
 
 def _order(compute_capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the backends in order of preference."""
     asked: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
     order = tuple(BACKENDS[number] for number in asked if number in BACKENDS) or ORDER
     # Where cuDNN is fastest, PyTorch tries it first unless the program changed the order.

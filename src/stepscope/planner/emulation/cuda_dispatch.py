@@ -49,8 +49,7 @@ class CudaDispatch:
         self._is_cuda = device == "cuda"
         self.device = CUDA if self._is_cuda else CPU
         self._facts = facts or Device("NVIDIA", {}, 80 << 30, 1, "", compute_capability=compute_capability)
-        self.unseen: dict[str, str] = {}
-        """What is not planned the way it would run, and why."""
+        self.unseen: dict[str, str] = {}  # what is not planned the way it would run, and why
         attend = attention.kernel(compute_capability if self._is_cuda else None)
         self.kernels: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: attend}
         if self._is_cuda:

@@ -33,8 +33,7 @@ IN_PLACE = {
     aten.index_add.default: aten.index_add_.default,
     aten.index_put.default: aten.index_put_.default,
     aten._unsafe_index_put.default: aten.index_put_.default,
-}
-"""What autograd's formulas do in place to zeros they just made, except for tensor subclasses."""
+}  # what autograd's formulas do in place to zeros they just made, except for tensor subclasses
 ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
@@ -57,10 +56,8 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
         self._after_op = after_op
         self._shapes = Shapes()
         self._zeros: weakref.ref[PlannedTensor] | None = None  # the last op's output, if it is zeros
-        self.unseen: dict[str, str] = {}
-        """Ops that hide their allocations, and why."""
-        self.assumptions: set[str] = set()
-        """Assumptions where only data could decide."""
+        self.unseen: dict[str, str] = {}  # ops that hide their allocations, and why
+        self.assumptions: set[str] = set()  # assumptions where only data could decide
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -137,7 +134,6 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
         return result
 
     def _place(self, kind: Kind, args: Any, kwargs: Any, seen: int) -> torch.device:
-        """Return the device of an op's outputs."""
         if kind.device_at is not None and (device := kind.device(args, kwargs)) is not None:
             return self._asked(device, bool(kwargs.get("pin_memory")))
         if kind.needs_one_device and seen & PLANNED and seen & (HOSTED | REAL) and self._device.type != "cpu":

@@ -26,8 +26,7 @@ from stepscope.planner.emulation.torch_support import replaced
 from stepscope.recorder.ledger.storages import OUTSIDE, WEIGHT_CAST, Storages, storage_key, storage_of
 
 UNSHARDED_PARAMETER, UNSHARDED_GRADIENT = "unsharded_parameter", "unsharded_gradient"
-COMMUNICATION = "communication"
-"""Buffers of FSDP2 itself, for gathering and reducing."""
+COMMUNICATION = "communication"  # buffers of FSDP2 itself, for gathering and reducing
 ERROR_BAR = 0.02
 """Of a rank's peak, in either direction. On an H200 the worst of nine points was 0.05 % off. Without ranks, the worst
 of 46 was 1.2 % off, because the allocator's blocks are larger than tensors."""
@@ -67,10 +66,8 @@ class Sharding:
         self._streams = _Streams()
         self._stack = ExitStack()
         self._mesh: Any = None
-        self.error_bar = ERROR_BAR
-        """Relative error of the peak in either direction."""
-        self.notes: dict[str, str] = {}
-        """Notes for the plan."""
+        self.error_bar = ERROR_BAR  # relative error of the peak in either direction
+        self.notes: dict[str, str] = {}  # notes for the plan
 
     def __enter__(self) -> "Sharding":
         if not hasattr(FSDPParam, "alloc_all_gather_outputs"):
@@ -200,8 +197,7 @@ class _Streams:
     Event = cuda_calls.Event
 
     def __init__(self) -> None:
-        self.current = 0
-        """The stream that allocates memory now; 0 is the default stream."""
+        self.current = 0  # the stream that allocates memory now; 0 is the default stream
         self._num_streams = 0
 
     def Stream(self, priority: int = 0) -> cuda_calls.Stream:

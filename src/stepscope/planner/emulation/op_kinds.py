@@ -15,8 +15,6 @@ _ON_ONE_DEVICE = ("mm", "addmm", "bmm", "baddbmm", "embedding", "convolution", "
 
 
 class Kind:
-    """An op without its arguments."""
-
     def __init__(self, func: Any) -> None:
         schema, tags = func._schema, func.tags
         name = func.name()
@@ -51,7 +49,6 @@ class Kind:
         self.body = functions.get("cuda") or functions.get(None)
 
     def device(self, args: Any, kwargs: Any) -> torch.device | None:
-        """Return the device that is requested by name, if any."""
         place = len(args) if self.device_at is None else self.device_at
         found: torch.device | None = args[place] if place < len(args) else kwargs.get("device")
         return found

@@ -34,8 +34,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     ),
     aten._amp_foreach_non_finite_check_and_unscale_.default: lambda *args: None,  # scales and checks in place
     aten._amp_update_scale_.default: lambda scale, *args: scale,
-}
-"""Outputs of ops without a correct meta kernel."""
+}  # outputs of ops without a correct meta kernel
 if hasattr(aten, "_grouped_mm"):  # torch 2.8 and later. Its meta kernel supports only bfloat16
     SHAPES[aten._grouped_mm.default] = _grouped
 

@@ -90,8 +90,7 @@ for _name in ("bool", "eq", "ne", "lt", "le", "gt", "ge"):
 
 aten = torch.ops.aten
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
-HOST = torch.device("cpu", 0)
-"""Where PyTorch sees the host tensors of a plan for a GPU."""
+HOST = torch.device("cpu", 0)  # where PyTorch sees the host tensors of a plan for a GPU
 _SAME = {device: device for device in (CPU, CUDA, HOST)}
 """One object for each device, so that they can be compared by identity."""
 _to = torch.Tensor.to
@@ -283,7 +282,6 @@ def _asks_in(package: str) -> bool:
 
 
 def made_before(what: str) -> UsageError:
-    """Return the error for a weight that does not belong to this plan."""
     return UsageError(
         f"a weight that was made before the plan, most likely when the file was imported, {what} at {users_place()}: "
         "make the model inside the function"

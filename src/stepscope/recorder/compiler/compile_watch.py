@@ -76,7 +76,6 @@ class CompilerProbe:
 
     @property
     def used(self) -> bool:
-        """Whether anything was compiled."""
         return self.num_compiles > 0
 
     def report(self) -> dict[str, Any]:

@@ -26,7 +26,6 @@ def place_of(text: str) -> str | None:
 
 
 def break_of(text: str) -> tuple[str, str]:
-    """Return why a graph broke, and where in the user's code."""
     # torch 2.7 and later add an explanation, which says more than the heading.
     match = re.search(r"Explanation: (.*)", text) or re.search(
         r"(?:Graph Break )?Reason: (?:Unsupported: )?(.*)", text

@@ -54,7 +54,6 @@ class AppliedFixes:
             change.use_roots(new)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return what each fix did, after the script has ended."""
         for _, change in self._changes:
             try:
                 change.finish()
@@ -68,6 +67,5 @@ class AppliedFixes:
         return [*({"id": name, **change.facts()} for name, change in self._changes), *unknown]
 
     def remove(self) -> None:
-        """Remove the fixes that can be removed."""
         for _, change in reversed(self._changes):
             change.remove()

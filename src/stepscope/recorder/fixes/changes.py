@@ -42,11 +42,9 @@ class Change:
         """Count what can only be counted after the script has ended."""
 
     def remove(self) -> None:
-        """Undo `start`."""
         remove_all(self.handles)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the fix did, as JSON values."""
         return {
             "value": self.value,
             "changed": {what: count for what, count in self.changed.items() if count},
@@ -196,7 +194,6 @@ class FusedOptimizers(Change):
 
 
 def _why_not(given: dict[str, Any], kind: Any, base: Any) -> str | None:
-    """Return why an optimizer is left unchanged, or None."""
     if given.get("fused"):
         return "is fused already"
     if given.get("differentiable"):

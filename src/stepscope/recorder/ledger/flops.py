@@ -57,7 +57,6 @@ class OpFlops:
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
-    """Return the FLOPs of an op call, or None if the op has no formula."""
     name = op_name(func)
     packet = getattr(func, "_overloadpacket", func)
     if name in _FORMULAS:
@@ -79,7 +78,6 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
 
 
 def has_formula(func: Any) -> bool:
-    """Return whether `count_flops` can count an op."""
     return getattr(func, "_overloadpacket", func) in flop_registry or op_name(func) in _FORMULAS
 
 
@@ -128,8 +126,6 @@ _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
 
 class Op:
-    """An op without its arguments."""
-
     __slots__ = (
         "decomposes", "has_formula", "is_higher_order", "is_plain_product", "is_view", "may_hide_product",
         "moves_data", "name",
@@ -193,7 +189,6 @@ class FlopTally:
         self._hidden: dict[str, None] = {}  # ops that multiply by a weight and have no formula
 
     def add_weight(self, parameter: torch.Tensor) -> int:
-        """Return the number of a new parameter, counting from 0."""
         self._num_elements.append(parameter.numel())
         self._num_dimensions.append(parameter.dim())
         return len(self._num_elements) - 1

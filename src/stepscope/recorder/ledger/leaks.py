@@ -55,8 +55,6 @@ Held = tuple[torch.Tensor, "str | None"]  # a tensor, and the place of a variabl
 
 
 class LeftAlive(NamedTuple):
-    """What graphs of earlier steps keep alive."""
-
     entries: list[dict[str, Any]]  # one for each variable that holds graphs
     held: list[Held]  # one tensor for each storage that is counted in them, and its holder
     is_complete: bool  # whether the search finished in time

@@ -117,7 +117,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     # --- reports from the session --------------------------------------------------------------
 
     def note_inputs(self, args: Any, kwargs: Any) -> None:
-        """Mark the arguments of the root module as inputs."""
         self._storages.own(tensors_in((args, kwargs)), owner.INPUT, OUTSIDE)
 
     def note_before(self, held: Iterable[tuple[torch.Tensor, str | None]], left_alive: bool = False) -> None:
@@ -178,7 +177,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         return out
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count an op that ran outside this mode."""
         self._guarded(self._op(func), func, args, kwargs or {}, out)
 
     def _op(self, func: Any) -> Op:
@@ -223,7 +221,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._storages.born(key, tensor, op.name, whose, phase, self.module(), who)
 
     def _weights(self, given: Any) -> set[int]:
-        """Return the parameters among an op's arguments."""
         keys = map(storage_key, tensors_in(given))
         return {self._parameter_of[key] for key in keys if key in self._parameter_of}
 
@@ -279,7 +276,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
 
 def optimized(optimizers: list[Any]) -> Iterator[torch.Tensor]:
-    """Yield the parameters of some optimizers."""
     return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
 
 

@@ -37,8 +37,7 @@ class MemoryProbe:
         self._counters: cuda_memory.AllocatorCounters | None = None
         self._left_alive: list[dict[str, Any]] = []
         self._step_began = self._next_began = next_sequence_number()
-        self.num_steps = 0
-        """How many steps have ended."""
+        self.num_steps = 0  # how many steps have ended
 
     def await_cuda(self) -> None:
         """If `in_full`, record the allocator history from CUDA's initialization to the end of the warm-up."""
@@ -140,7 +139,6 @@ class MemoryProbe:
             cuda_memory.write_snapshot(self._folder / files.SNAPSHOT_FILE)
 
     def drop(self) -> None:
-        """End the window and discard its results."""
         self.attention.stop()
         ledger, self.ledger, self._counters = self.ledger, None, None
         self._notes.clear()

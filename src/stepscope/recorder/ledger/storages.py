@@ -50,8 +50,6 @@ class Allocation(_Stream):
 
 
 class Stage(TypedDict):
-    """A part of a step, and its first event."""
-
     name: str
     event: int
 
@@ -110,7 +108,6 @@ class Storages:
         self._names: dict[Any, str] = {}
 
     def open(self) -> None:
-        """Start the window."""
         if self._began_ns is None:
             self._began_ns = time.perf_counter_ns()
         self._is_open = True

@@ -31,16 +31,10 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 
 class MeasuredCeilings(TypedDict):
-    """The result of `measure_ceilings`."""
-
-    matmul_flops: dict[str, int]
-    """FLOP/s by dtype, 2 per multiply-add: the best median over the square sizes."""
-    matmul_sizes: dict[str, int]
-    """The size that reached it."""
-    copy_bytes_per_s: int
-    """Bytes read plus bytes written."""
-    left_out: dict[str, str]
-    """The dtypes that could not be measured, and why."""
+    matmul_flops: dict[str, int]  # FLOP/s by dtype, 2 per multiply-add: the best median over the square sizes
+    matmul_sizes: dict[str, int]  # the size that reached it
+    copy_bytes_per_s: int  # bytes read plus bytes written
+    left_out: dict[str, str]  # the dtypes that could not be measured, and why
     torch_version: str
 
 

@@ -18,7 +18,6 @@ VARIABLE_PREFIXES = ("CUDA_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH", "TOK
 
 
 def environment_facts(device: int | None) -> dict[str, Any]:
-    """Return versions, device and settings as JSON values."""
     rank, world_size = rank_and_world_size()
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -83,13 +82,11 @@ def allows_tf32(backend: Any, by_old_setting: Callable[[], bool]) -> bool:
 
 
 def gpu_uuid(device: int) -> str:
-    """Return the UUID of a CUDA device."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @functools.cache
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version, or None."""
     from stepscope.recorder.machine.nvml import Nvml, NvmlUnavailable
 
     try:

@@ -45,8 +45,7 @@ class NvmlUnavailable(Exception):
 class ComputeProcess:
     """A process that holds a compute context on a GPU, as the driver reports it."""
 
-    pid: int
-    """In the driver's pid namespace, which a container may not see."""
+    pid: int  # in the driver's pid namespace, which a container may not see
     name: str | None
     used_bytes: int | None
 
@@ -87,7 +86,6 @@ class Nvml:
         self._is_open = True
 
     def close(self) -> None:
-        """Shut NVML down. Further calls do nothing."""
         if self._is_open:
             self._is_open = False
             self.call("nvmlShutdown")
@@ -124,11 +122,9 @@ class Nvml:
         return _FUNCTION_NOT_FOUND if function is None else int(function(*arguments))
 
     def first(self, names: tuple[str, ...]) -> str:
-        """Return the first of these functions that the library has, or the last one."""
         return next((name for name in names if hasattr(self._library, name)), names[-1])
 
     def text(self, name: str, *arguments: Any) -> str | None:
-        """Return the text that a function writes, or None if it fails."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         code = self.call(name, *arguments, buffer, ctypes.c_uint(_TEXT_BYTES))
         return buffer.value.decode(errors="replace") if code == _SUCCESS else None
@@ -182,16 +178,13 @@ class NvmlGpu:
         return self._number.value / 1000 if self._read("nvmlDeviceGetPowerUsage", self._number) else None
 
     def energy_joules(self) -> float | None:
-        """Return the energy in joules since the driver was loaded."""
         has_energy = self._read("nvmlDeviceGetTotalEnergyConsumption", self._long)
         return self._long.value / 1000 if has_energy else None
 
     def sm_clock_mhz(self) -> int | None:
-        """Return the current clock of the multiprocessors."""
         return self._number.value if self._read("nvmlDeviceGetClockInfo", self._number, _CLOCK_SM) else None
 
     def memory_clock_mhz(self) -> int | None:
-        """Return the current memory clock."""
         return self._number.value if self._read("nvmlDeviceGetClockInfo", self._number, _CLOCK_MEMORY) else None
 
     def throttle_reasons(self) -> list[str] | None:

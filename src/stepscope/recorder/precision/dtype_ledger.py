@@ -25,7 +25,6 @@ _FUSED_NORMS = ("aten._fused_rms_norm", "aten.native_layer_norm")
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -172,7 +171,6 @@ class DtypeLedger(Ledger):
 
     @property
     def error(self) -> str | None:
-        """The first op that could not be counted, or None."""
         return self._error
 
     def start(self) -> None:
@@ -185,7 +183,6 @@ class DtypeLedger(Ledger):
         self._cast_before = {known for known in self._cast_before if known[0] != key}
 
     def note_batch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the tensors that the step begins with."""
         for tensor in tensors:
             if (key := storage_key(tensor)) is not None:
                 self._origins[key] = "the batch"

@@ -42,8 +42,6 @@ def precision_settings() -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class Changed:
-    """One setting before and after."""
-
     old: Setting
     new: Setting
 

@@ -61,7 +61,6 @@ class Sentinel:
             self._trains()
 
     def remove(self) -> None:
-        """Stop waiting."""
         remove_all(self._patches)
 
 
@@ -96,7 +95,6 @@ def watch_forks(options: Options, fixes: AppliedFixes | None) -> None:
 
 
 def close(error: BaseException | None = None) -> None:
-    """Close the recording of this process, if it is a child that has one."""
     if _child is not None:
         _child.close(error)
 
@@ -124,7 +122,6 @@ def _forked() -> None:
 
 
 def tell(line: str) -> None:
-    """Print a line of progress on standard error."""
     try:
         if sys.stderr is not None:
             print(f"stepscope: {line}", file=sys.stderr, flush=True)
@@ -190,7 +187,6 @@ class Child:
         self.close(raised or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write how the process ended. Only the first call does something."""
         session, self.session = self.session, None
         if session is None or os.getpid() != self._pid:
             return
@@ -219,7 +215,6 @@ def claim(folder: Path, rank: int | None) -> tuple[Path, bool]:
 
 
 def shared_facts(folder: Path) -> dict[str, Any]:
-    """Return the facts of the recording that hold for all of its processes."""
     facts = json.loads((folder / files.RECORDING_FILE).read_bytes())
     return {name: facts[name] for name in SHARED_FACTS if name in facts}
 

@@ -18,27 +18,22 @@ class Options:
     True
     """
 
-    folder: Path
-    """Of the recording: child processes record in folders inside it."""
+    folder: Path  # of the recording: child processes record in folders inside it
     windows: Windows
-    pid: int
-    """The process that was started first, and writes the recording's own files at the end."""
+    pid: int  # the process that was started first, and writes the recording's own files at the end
     rank: int | None = None
     """Its rank, if it is itself one of several; a child that inherits it is not a rank of its own."""
     tokens_per_step: int | None = None
     exit_after: bool = False
     inference: bool = False
     memory_in_full: bool = False
-    fix: str | None = None
-    """Fixes of `stepscope verify`, as in `AppliedFixes`."""
+    fix: str | None = None  # fixes of `stepscope verify`, as in `AppliedFixes`
     is_quiet: bool = False
 
     def to_json(self) -> str:
-        """Return the options as one line of JSON."""
         return json.dumps({**dataclasses.asdict(self), "folder": os.fspath(self.folder)})
 
     @classmethod
     def from_json(cls, text: str) -> "Options":
-        """Return the options of `to_json`."""
         fields = json.loads(text)
         return cls(**{**fields, "folder": Path(fields["folder"]), "windows": Windows(**fields["windows"])})

@@ -15,10 +15,8 @@ from stepscope.studies.study import LinesOf, Record, Records, TableOf, Tables, q
 if TYPE_CHECKING:
     import polars as pl
 
-NUM_LARGEST = 10
-"""How many kernels the note looked at."""
-SOFTMAX_FLOPS = 5
-"""Per score: maximum, difference, exponential, sum, quotient."""
+NUM_LARGEST = 10  # how many kernels the note looked at
+SOFTMAX_FLOPS = 5  # per score: maximum, difference, exponential, sum, quotient
 
 
 def _works(stored: Stored) -> "Iterator[tuple[dict[str, Any], pl.DataFrame]]":

@@ -151,7 +151,6 @@ def alive(tables: Tables) -> str:
 
 
 def _at_backward(point: Recorded) -> list[Record]:
-    """Return the allocations alive when the backward begins."""
     memory = point.source.allocations
     begins = next((stage["event"] for stage in memory.get("stages") or [] if stage["name"] == "backward"), None)
     if begins is None:

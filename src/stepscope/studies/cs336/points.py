@@ -4,13 +4,11 @@ from stepscope.studies.study import Recordings, Sweep
 
 BOTH = FP32, AUTOCAST = ["fp32", "autocast_bf16"]
 PASSES = {"warmup": 5, "steps": 5}
-ONCE = {"warmup": 1, "steps": 1}
-"""For memory only."""
+ONCE = {"warmup": 1, "steps": 1}  # for memory only
 QUICK = {"preset": "tiny", "layers": 1, "batch": 1, "seq_len": 48}
 TRAINED = {**PASSES, "mode": ["inference", "step"]}
 KEPT = {**ONCE, "preset": "2.7B", "seq_len": 256, "mode": "forward"}
-NO_ROOM = 1 << 19
-"""Tokens whose mask takes 256 GiB: out of memory at once."""
+NO_ROOM = 1 << 19  # tokens whose mask takes 256 GiB: out of memory at once
 ALONE = {"mode": "forward+backward", "warmup": 2, "steps": 5}
 SMALL = {**ALONE, "batch": 1, "warmup": 1, "steps": 2, "head_width": 16}
 NARROW = {**ALONE, "head_width": 16}

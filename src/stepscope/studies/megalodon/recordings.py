@@ -136,8 +136,7 @@ PLAYBOOK_SCHEDULES = ((1, 1, 2, 1), (1, 1, 1, 1), (2, 3, 3, 2))
 SPAN = ("module", "phase", "num_ops", "num_kernels", "host_ns", "device_ns", "uncovered_ns")
 CHAIN = ("num_chains", "num_kernels", "duration_ns", "bytes", "fused_bytes")
 
-PUBLISHED = {512: 1.25}
-"""The playbook's gain from bf16 reduction. At 2048 tokens it says "negligible impact"."""
+PUBLISHED = {512: 1.25}  # The playbook's gain from bf16 reduction. At 2048 tokens it says "negligible impact".
 
 
 @table_of(
@@ -201,7 +200,6 @@ def schedule(tables: Tables) -> str:
 
 
 def longest(stored: Stored) -> Recorded:
-    """Return the recording of the longest sequence."""
     known = [one for _, one in recorded(stored)]
     if not known:
         raise Unavailable("nothing was recorded")

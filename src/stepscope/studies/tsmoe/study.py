@@ -63,8 +63,7 @@ MEASURES = (
 )  # fmt: skip
 
 LOOP, CAPACITY, INDEXED, GROUPED = "loop", "capacity", "indexed", "grouped"
-SAME_SHARE = 0.01
-"""Models whose losses on equal weights and batch differ by more are different models."""
+SAME_SHARE = 0.01  # models whose losses on equal weights and batch differ by more are different models
 COMPILER = ("num_graphs", "num_graph_breaks", "num_recompiles", "num_recompile_limit_hits", "num_cuda_graphs")
 FEW = f"dispatch compile {TIME} num_kernel_launches loss"
 
@@ -127,7 +126,6 @@ def mask(tables: Tables) -> str:
 
 
 def name_of(record: Record) -> str:
-    """Return the name of a variant."""
     return str(record["dispatch"]) + ("" if record["compile"] == "off" else f" compiled ({record['compile']})")
 
 

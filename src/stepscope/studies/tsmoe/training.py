@@ -23,8 +23,7 @@ class Line(NamedTuple):
     attention: str
     tokens_per_s: float
     step_ms: float
-    peak_tflops: float
-    """The peak that the author typed in."""
+    peak_tflops: float  # the peak that the author typed in
     peak_gb: float
 
 

@@ -24,8 +24,7 @@ from stepscope.sweep.protocol import CRASHED, OK, WRONG, CannotRun, Report, Requ
 from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
 from stepscope.workloads.workload import Batch, Built, Value
 
-FEWEST_SECONDS = 0.2
-"""Each shape is timed for at least this long and at least `steps` times."""
+FEWEST_SECONDS = 0.2  # each shape is timed for at least this long and at least `steps` times
 
 
 def check(request: Request, report: Report) -> None:
@@ -148,7 +147,6 @@ def _compared(result: gate.Tensors, truth: gate.Tensors, dtype: str) -> dict[str
 
 
 def _median_ns(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run: Mapping[str, Value]) -> int:
-    """Return the median nanoseconds of a call, device work included."""
     device, began = str(run["device"]), time.monotonic()
     samples: list[int] = []
     for _ in range(int(run["warmup"])):

@@ -12,8 +12,7 @@ from stepscope.sweep.runner import measured_row
 from stepscope.sweep.server import Server, default_start
 from stepscope.workloads.workload import Workload
 
-Shapes = tuple[str, list[int]]
-"""A knob and the values that it takes."""
+Shapes = tuple[str, list[int]]  # a knob and the values that it takes
 NUM_LOG_LINES = 200
 
 

@@ -40,8 +40,7 @@ CHECKED_OPTIMIZERS = ("fused", "handwritten")
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """Kind (outputs, loss, gradients, updates) → name → tensor, in float64 on the CPU."""
-Deviations = dict[str, dict[str, float]]
-"""Kind → name of a tensor → its deviation."""
+Deviations = dict[str, dict[str, float]]  # kind → name of a tensor → its deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +50,9 @@ class Gate:
     passed: bool
     deviations: dict[str, float | None]
     """Kind (outputs, loss, gradients, updates) → the worst deviation of one tensor; None if it is not a number."""
-    worst: str
-    """The tensor that exceeds its tolerance most, or comes closest to it, as text."""
+    worst: str  # the tensor that exceeds its tolerance most, or comes closest to it, as text
     tolerances: dict[str, float]
-    sizes: dict[str, Value]
-    """The gate's sizes."""
+    sizes: dict[str, Value]  # the gate's sizes
 
 
 def check(
@@ -161,7 +158,6 @@ def _updates(
 
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float64 on the CPU."""
     return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 

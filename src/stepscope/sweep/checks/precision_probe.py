@@ -20,11 +20,9 @@ from stepscope.workloads.workload import Value, Workload
 
 NAME = "precision"
 CAST = "aten::_to_copy"
-FLOATING = ("float", "double", "c10::Half", "c10::BFloat16")
-"""Dtypes as the profiler names them."""
+FLOATING = ("float", "double", "c10::Half", "c10::BFloat16")  # dtypes as the profiler names them
 NUM_PROFILED = 3
-FIRST_SCALE = 2.0**16
-"""The initial scale of a GradScaler, halved whenever a gradient overflows."""
+FIRST_SCALE = 2.0**16  # the initial scale of a GradScaler, halved whenever a gradient overflows
 
 
 def questions(
@@ -117,7 +115,6 @@ def _profiled(run_once: Pass, device: str) -> tuple[dict[tuple[str, str, bool], 
 
 
 def _is_cast(event: Any, casts: set[int]) -> bool:
-    """Return whether the event is a cast or part of one."""
     while event is not None:
         if event.id in casts and event.name == CAST:
             return True

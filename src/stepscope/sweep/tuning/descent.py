@@ -19,28 +19,21 @@ from stepscope.sweep.tuning.trials import BESIDE, DEFAULTS, OutOfTime, Trials, c
 from stepscope.workloads.workload import Value
 
 LEAST_GAIN = 0.01
-HOPELESS = 2.0
-"""A value this many times slower than the best is not tried again in later rounds."""
+HOPELESS = 2.0  # a value this many times slower than the best is not tried again in later rounds
 LARGEST_BATCH = 1 << 24
 TIME, SETTLED, STUCK, INTERRUPTED = "time", "settled", "stuck", "interrupted"
 
 
 @dataclass(frozen=True)
 class Move:
-    """A change of knobs that was kept."""
-
     round: int
-    turned: dict[str, Value]
-    """Knob → its new value."""
+    turned: dict[str, Value]  # Knob → its new value
     before: dict[str, Value]
-    gain: float | None
-    """Speed ÷ speed before, as measured by the search; None if nothing worked before."""
+    gain: float | None  # speed ÷ speed before, as measured by the search; None if nothing worked before
 
 
 @dataclass(frozen=True)
 class NotTried:
-    """A change that was not tried."""
-
     round: int
     turned: dict[str, Value]
     reason: str

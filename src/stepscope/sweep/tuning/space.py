@@ -20,8 +20,7 @@ PLAINEST: Mapping[str, Value] = {
     "optimizer": "adamw",
     "bf16_reduction": "auto",
     CHECKPOINT: 0,
-}
-"""The plainest value of each general knob that selects how the same result is computed."""
+}  # the plainest value of each general knob that selects how the same result is computed
 # Searched by default: values that can win on the device, slowest to try last.
 RUN_VALUES: Mapping[str, Mapping[str, tuple[Value, ...]]] = {
     "cpu": {
@@ -46,8 +45,6 @@ ONE_VALUE = ("mode", "warmup", "steps", "seed", "device")
 
 @dataclass(frozen=True)
 class Axis:
-    """A searched knob."""
-
     name: str
     values: tuple[Value, ...] | None
     """Its values in the order they are tried; None: powers of two, as long as they are faster and fit."""
@@ -58,11 +55,9 @@ class Space:
     """Where tuning starts and what it may change."""
 
     workload: Workload[Any]
-    base: Point
-    """The defaults: the preset and what the user set."""
+    base: Point  # the defaults: the preset and what the user set
     axes: tuple[Axis, ...]
-    plain: Mapping[str, Value]
-    """Knobs of the plainest way to compute the same result."""
+    plain: Mapping[str, Value]  # knobs of the plainest way to compute the same result
 
     def changed(self, point: Point, **values: Value) -> Point:
         return changed(self.workload, point, **values)
@@ -82,7 +77,6 @@ class Space:
 
 
 def value_of(point: Point, name: str) -> Value:
-    """Return the value of any knob of a point."""
     return point.config[name] if name in point.config else point.run[name]
 
 
@@ -117,7 +111,6 @@ def search_space(
 
 
 def _default_names(workload: Workload[Any], base: Point) -> list[str]:
-    """Return the knobs that are searched by default."""
     values = {name: _same_values(workload, base, name) for name in (*workload.reference, *workload.alternatives)}
     names = [name for name in base.config if len(values.get(name) or ()) > 1 and name != CHECKPOINT]
     names += [name for name, listed in RUN_VALUES[str(base.run["device"])].items() if base.run[name] in listed]

@@ -23,22 +23,16 @@ SCALED = "autocast_fp16"
 class LossCheck:
     """A point's losses compared with the plainest variant's; JSON with `dataclasses.asdict`."""
 
-    passed: bool | None
-    """None if it could not be checked."""
-    reason: str | None
-    """Why it failed or could not be checked."""
-    plain_loss: float | None = None
-    """The plainest variant's loss in the first call."""
+    passed: bool | None  # None if it could not be checked
+    reason: str | None  # why it failed or could not be checked
+    plain_loss: float | None = None  # the plainest variant's loss in the first call
     deviation: float | None = None
     """The larger deviation of first and last loss, as a share of the plainest variant's larger loss."""
-    tolerance: float | None = None
-    """The allowed deviation for the dtype."""
-    is_final: bool = False
-    """Whether deviation and tolerance are for the last loss instead of the first."""
+    tolerance: float | None = None  # the allowed deviation for the dtype
+    is_final: bool = False  # whether deviation and tolerance are for the last loss instead of the first
 
 
 def no_loss(row: Mapping[str, Any]) -> LossCheck:
-    """Return the check of a point without a loss."""
     gate = "; its outputs passed the gate" if (row.get("gate") or {}).get("passed") else ""
     return LossCheck(passed=None, reason=f"the workload has no loss{gate}")
 
@@ -92,19 +86,14 @@ before MIN_LIMIT_S."""
 NUM_AGAIN = 3
 MOST_RESERVED_SHARE = 1 / 3
 MOST_CONTENDERS = 8
-FEWEST_CONTENDERS = 3
-"""Always measured, even without time left: the defaults, the best, the next best."""
+FEWEST_CONTENDERS = 3  # always measured, even without time left: the defaults, the best, the next best
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan predicts for a point."""
-
     peak_bytes: int
-    fits: bool
-    """False only if it certainly does not fit."""
-    reason: str | None
-    """Why it does not fit."""
+    fits: bool  # False only if it certainly does not fit
+    reason: str | None  # why it does not fit
 
 
 class OutOfTime(Exception):
@@ -112,8 +101,6 @@ class OutOfTime(Exception):
 
 
 class Clock:
-    """Tracks the user's time budget."""
-
     def __init__(self, whole_s: float) -> None:
         self.whole_s = whole_s
         self._start = time.monotonic()
@@ -149,15 +136,12 @@ class Trials:
         self._on_begin, self._on_row = on_begin, on_row
         self.rows: dict[str, Row] = {row["hash"]: row for row in results.rows}
         self._seconds = {row["tune"]["of"]: row["seconds"] for row in results.rows if row["status"] == OK}
-        self.points: dict[str, Point] = {}
-        """All points with a row, including those measured only as a reference loss."""
+        self.points: dict[str, Point] = {}  # all points with a row, including those measured only as a reference loss
         self.reserved_s = 0.0
         self.pace: Row | None = None
         """The best uncompiled row so far, or the defaults': an estimate of how long a point takes."""
-        self.scale = 1.0
-        """Factor that converts current costs to those at the start of the search: machines drift."""
-        self.last: str | None = None
-        """Hash of the last measured point."""
+        self.scale = 1.0  # factor that converts current costs to those at the start of the search: machines drift
+        self.last: str | None = None  # hash of the last measured point
 
     def row(self, point: Point, role: str = SEARCH, round_number: int = 0) -> Row:
         """Return the point's row; OutOfTime if there is no time to measure it."""
@@ -285,7 +269,6 @@ class Trials:
 
 
 def is_pruned(row: Mapping[str, Any]) -> bool:
-    """Return whether a point was skipped because of its plan."""
     return row["status"] == SKIPPED and row["tune"].get("predicted_bytes") is not None
 
 
@@ -301,7 +284,6 @@ def costs_ns(row: Mapping[str, Any]) -> list[float]:
 
 
 def cost_ns(row: Mapping[str, Any]) -> float:
-    """Return the median nanoseconds per token."""
     return median(costs_ns(row))
 
 

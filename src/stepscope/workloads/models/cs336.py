@@ -48,8 +48,6 @@ class Linear(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head self-attention."""
-
     def __init__(self, config: Cs336Config) -> None:
         super().__init__()
         self.heads, self.attention = config.heads, config.attention
@@ -127,7 +125,6 @@ def forward_flops(config: Cs336Config) -> int:
 
 
 def build(config: Cs336Config) -> Built:
-    """Return the model, with random tokens and the next token as target."""
     if config.d_model % config.heads:
         raise UsageError(f"cs336: d_model={config.d_model} must be a multiple of heads={config.heads}")
     proof = layers.attention_proof(config.attention, config.layers)

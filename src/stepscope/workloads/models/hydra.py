@@ -162,8 +162,7 @@ class Block(nn.Module):
         self.depth_router = _router(dim, bias=True)
         self.capacity_router = _router(dim, bias=False) if routed else None
         self.final_norm = RMSNorm(dim)
-        self.executed_rows = 0
-        """Rows that the MLP processed in the last pass, over all recursions."""
+        self.executed_rows = 0  # rows that the MLP processed in the last pass, over all recursions
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = x + 0.5 * self.attention(self.attention_norm(x), cos, sin)
@@ -232,7 +231,6 @@ def _router(dim: int, bias: bool) -> nn.Linear:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the only synchronization
 def _counts(num_runs: Tensor, depth: int) -> list[int]:
-    """Return how many tokens run each recursion."""
     even = [num_runs.shape[0] * (depth - recursion) // depth for recursion in range(depth)]
     going = (num_runs[:, None] > torch.arange(depth, device=num_runs.device)).sum(dim=0)
     return numbers(going, even, "tokens stop evenly over the recursions")

@@ -41,8 +41,7 @@ class MegalodonConfig:
     checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
 
 
-Turn = tuple[Tensor, Tensor]
-"""Cosines and sines of RoPE at each token's position in its chunk."""
+Turn = tuple[Tensor, Tensor]  # cosines and sines of RoPE at each token's position in its chunk
 
 
 class NormState(NamedTuple):
@@ -66,8 +65,6 @@ class BlockState(NamedTuple):
 
 
 class State(NamedTuple):
-    """The model's decoding state."""
-
     num_tokens: int
     blocks: tuple[BlockState, ...]
     norm: NormState
@@ -275,7 +272,6 @@ def forward_flops(config: MegalodonConfig) -> int:
 
 
 def build(config: MegalodonConfig) -> Built:
-    """Return the model, with random tokens and the next token as target."""
     for name, unit, factor in (("z_width", "heads", 2), ("value_width", "heads", 1), ("width", "groups", 1)):
         value, of = getattr(config, name), getattr(config, unit)
         if value % (factor * of):

@@ -46,7 +46,6 @@ class Decode(nn.Module):
 
 
 def build(config: DecodeConfig) -> Built:
-    """Return the model, with random tokens."""
     if config.seq_len < 2:
         raise UsageError(f"seq_len={config.seq_len}: decoding needs at least 2 tokens")
     module = Decode(config)

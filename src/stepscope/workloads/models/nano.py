@@ -235,7 +235,6 @@ class Nano(nn.Module):
         self.norm = layers.RMSNorm(config.width)
 
     def cores(self) -> list[PatternAttention]:
-        """Return the attention of every layer."""
         return [block.attention.core for block in self.blocks]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -207,7 +207,6 @@ def _exit_with_parent() -> None:
 
 
 def build(config: AllReduceConfig) -> Built:
-    """Return the running process group and a message."""
     group = Group(config.world_size, torch.empty(0).device)
     module = AllReduce(group)
 

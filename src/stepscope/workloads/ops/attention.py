@@ -84,15 +84,12 @@ class KeptWeights(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Attention by one implementation."""
-
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         self.implementation, self.causal = config.implementation, config.causal
         compiled = config.implementation == "compiled"
         self.naive = torch.compile(naive_attention, dynamic=False) if compiled else naive_attention
-        self.item_bytes: int | None = None
-        """Bytes per element of the query in the last pass."""
+        self.item_bytes: int | None = None  # bytes per element of the query in the last pass
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.item_bytes = query.element_size()
@@ -192,7 +189,6 @@ def byte_facts(config: AttentionConfig, item_bytes: int | None) -> Mapping[str, 
 
 
 def build(config: AttentionConfig) -> Built:
-    """Return attention, with normally distributed queries, keys and values."""
     module, shape = Attention(config), (config.batch, config.heads, config.seq_len, config.head_width)
     return built_over(
         module,

@@ -24,8 +24,7 @@ from stepscope.workloads.custom_op import custom_op
 from stepscope.workloads.workload import Batch, Built, Proof, Workload, knob, ran, wrote
 
 Loss = Literal["full", "chunked", "fused"]
-Pair = tuple[Tensor, Tensor]
-"""Gradients of the hidden states and of the weight."""
+Pair = tuple[Tensor, Tensor]  # gradients of the hidden states and of the weight
 CHUNK_ROWS = 1024
 """Rows of logits in memory at once: 206 MB in float32 for a vocabulary of 50,257; still fills a large GPU."""
 
@@ -57,7 +56,6 @@ def next_token_loss(
 
 
 def loss_proof(claim: str, loss: str) -> Proof:
-    """Return proof that this implementation of the loss ran."""
     if loss in ("chunked", "fused"):
         return ran(claim, CHUNKED_OP if loss == "chunked" else FUSED_OP)
     names = ("cross_entropy", "cross_entropy_loss", "log_softmax")

@@ -23,29 +23,20 @@ from stepscope.workloads.workload import HAS_TRITON, Built, Evidence, Proof, Wor
 
 Path = Literal["fft", "sequential", "scan"]
 
-CHUNK = 64
-"""Tokens per matmul in the parallel scan; larger chunks cost more than they save."""
+CHUNK = 64  # tokens per matmul in the parallel scan; larger chunks cost more than they save
 
 HAS_KERNELS = HAS_TRITON and torch.__version__ >= "2.7"
 """Whether the Triton kernels can run: they use tuples, which Triton 3.2 (torch 2.6) does not support."""
 
-Pair = tuple[Tensor, Tensor]
-"""Real and imaginary parts."""
+Pair = tuple[Tensor, Tensor]  # real and imaginary parts
 
 
 class Coefficients(NamedTuple):
-    """The constants of the recurrence."""
-
-    decay: Tensor
-    """|q|, [D, N]."""
-    angle: Tensor
-    """arg q, [D, N]."""
-    drive: Tensor
-    """p, [D, N]."""
-    weight: Tensor
-    """w = γ·√(1/N)·p as real pairs, [D, N, 2]."""
-    skip: Tensor
-    """ω, [D]."""
+    decay: Tensor  # |q|, [D, N]
+    angle: Tensor  # arg q, [D, N]
+    drive: Tensor  # p, [D, N]
+    weight: Tensor  # w = γ·√(1/N)·p as real pairs, [D, N, 2]
+    skip: Tensor  # ω, [D]
 
 
 class CEMA(nn.Module):
@@ -184,7 +175,6 @@ def _weighted_powers(c: Coefficients, exponents: Tensor) -> Tensor:
 
 
 def _times(a: Pair, b: Pair) -> Pair:
-    """Return the complex product a·b."""
     return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
 
 
@@ -343,7 +333,6 @@ def forward_flops(num_tokens: int, width: int, num_states: int) -> int:
 
 
 def build(config: EmaConfig) -> Built:
-    """Return the moving average, with normally distributed inputs."""
     shapes: dict[str, tuple[int, ...]] = {"x": (config.batch, config.seq_len, config.width)}
     if config.with_state:
         shapes["state"] = (config.batch, config.width, config.num_states, 2)

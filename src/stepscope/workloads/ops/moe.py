@@ -95,7 +95,6 @@ class MixtureOfExperts(nn.Module):
         return out.reshape(x.shape), balance
 
     def _gates(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of the router and of the shared expert's gate."""
         if self.knobs.dispatch not in _GATHERED:
             return self.router(tokens), self.shared_gate(tokens)
         # One matmul of aligned width for both: a matmul of width 1 is just as slow, and its backward slower.
@@ -236,10 +235,8 @@ class _Placement(NamedTuple):
 
     row_of_slot: Tensor
     slot_of_row: Tensor
-    kept: Tensor | None = None
-    """Which slots have a row; None: all."""
-    filled: Tensor | None = None
-    """Which rows have a slot; None: all."""
+    kept: Tensor | None = None  # which slots have a row; None: all
+    filled: Tensor | None = None  # which rows have a slot; None: all
 
 
 def _padded(experts: Tensor, counts: Tensor, starts: Tensor, num_rows: int, capacity: int | None) -> _Placement:
@@ -299,7 +296,6 @@ def with_experts(built: Built, layers: Sequence[MixtureOfExperts], knobs: Expert
 
 
 def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
-    """Return proof that tokens were dispatched this way."""
     num_layers = max(1, num_layers)
     # A matmul and its calls per layer, an op that runs once per layer, and ops that only other ways write. The math
     # backend of attention calls bmm too, so an op that only `capacity` and `tile` call must have run as well.
@@ -357,7 +353,6 @@ class Layer(nn.Module):
 
 
 def build(config: MoeConfig) -> Built:
-    """Return the layer, with normally distributed inputs."""
     layer, tokens = Layer(config), config.batch * config.seq_len
     products = config.experts + 1 + 2 * (config.top_k * config.d_expert + config.d_shared)
     built = built_over_rows(layer, config, forward_flops=2 * config.width * products * tokens)

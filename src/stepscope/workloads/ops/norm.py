@@ -78,7 +78,6 @@ PROOFS = {
 
 
 def build(config: NormConfig) -> Built:
-    """Return the norm, with normally distributed inputs."""
     return built_over_rows(Norm(config), config, PROOFS[config.implementation])
 
 

@@ -18,8 +18,7 @@ from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ADDEND = 0.01
-SLICE = 64
-"""Columns per partial matmul, between two additions."""
+SLICE = 64  # columns per partial matmul, between two additions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,7 +43,6 @@ PROOFS = {
 
 
 def build(config: SoftmaxConfig) -> Built:
-    """Return the softmax, with normally distributed inputs."""
     softmax = partial(torch.softmax, dim=-1) if config.implementation == "torch" else handwritten_softmax
     if config.implementation == "compiled":
         softmax = torch.compile(handwritten_softmax, dynamic=False)

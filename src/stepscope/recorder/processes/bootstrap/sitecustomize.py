@@ -28,7 +28,6 @@ class Await:
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return what the finders that take over find."""
         if name not in self.pending:
             return None
         self.pending.clear()
