@@ -10,8 +10,8 @@ import stepscope
 from stepscope.recorder.processes import BOOTSTRAP_FOLDER, VARIABLE, rank
 from stepscope.recorder.processes.bootstrap import sitecustomize
 from stepscope.recorder.processes.ending import adopt, ending, is_running
-from stepscope.recorder.processes.inherit import with_options
 from stepscope.recorder.processes.options import Options
+from stepscope.recorder.processes.start import with_options
 from stepscope.recorder.windows import Windows
 
 torch = pytest.importorskip("torch")

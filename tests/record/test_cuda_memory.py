@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from stepscope.recorder import files
-from stepscope.recorder.ledger import cuda_memory
-from stepscope.recorder.ledger.cuda_memory import (
+from stepscope.recorder.ledger import memory_window as cuda_memory
+from stepscope.recorder.ledger.memory_window import (
     AllocatorCounters,
     AllocatorHistory,
+    MemoryProbe,
     is_out_of_memory,
     write_snapshot,
 )
-from stepscope.recorder.ledger.memory_window import MemoryProbe
 
 SNAPSHOT = {"segments": [{"address": 1, "blocks": []}], "device_traces": [[{"action": "alloc", "size": 512}]]}
 

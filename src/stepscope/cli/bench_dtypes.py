@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     need_torch()
     from stepscope.analysis.precision.dtype_audit import DtypeAudit
-    from stepscope.sweep.checks.audit import audit_point
+    from stepscope.sweep.checks.precision_probe import audit_point
     from stepscope.workloads.users_code import users_code
 
     workload, points = typed_points(arguments, FLAGS)

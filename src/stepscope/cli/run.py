@@ -127,8 +127,8 @@ class _Run:
     def prepare(self, program: "Program") -> None:
         """Make the folder and write what will run; ValueError if it cannot be written."""
         from stepscope.recorder import files, fixes
-        from stepscope.recorder.processes.inherit import pass_on
         from stepscope.recorder.processes.options import Options
+        from stepscope.recorder.processes.start import pass_on
         from stepscope.recorder.run_facts import file_hash, run_facts
 
         self._fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
@@ -210,10 +210,10 @@ class _Run:
             self._end(self._late.pop())
 
     def _end(self, outcome: BaseException | None) -> None:
-        from stepscope.recorder.processes import inherit
+        from stepscope.recorder.processes import start
         from stepscope.recorder.processes.ending import adopt, ending
 
-        inherit.withdraw()
+        start.withdraw()
         status, facts = ending(outcome)
         if self._fixes is not None:
             facts["fixes"] = self._fixes.finish()

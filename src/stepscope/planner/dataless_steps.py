@@ -2,10 +2,10 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,13 +13,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from stepscope.devices.limits import Device, known_devices
 from stepscope.errors import UsageError
-from stepscope.planner import periods
 from stepscope.planner.compiled.graphs import Compiler
 from stepscope.planner.compiled.inductor import Padding
 from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
 from stepscope.planner.emulation.dataless import DatalessMode, PlannedTensor
-from stepscope.planner.hardware import Hardware, hardware_of
-from stepscope.planner.kernel_scratch import TRANSFORMS, hidden, kept_workspaces, temporary_bytes, unknown_bytes
+from stepscope.planner.hardware import (
+    TRANSFORMS,
+    Hardware,
+    hardware_of,
+    hidden,
+    kept_workspaces,
+    temporary_bytes,
+    unknown_bytes,
+)
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.nodes import backward_runs
@@ -30,8 +36,72 @@ from stepscope.workloads.workload import Built, Value, Workload
 if TYPE_CHECKING:
     from stepscope.planner.emulation.fsdp import Sharding
 
+FEWEST_CALLS = 3  # the first creates the optimizer's state, and the third shows whether the second repeats
+MOST_CALLS = 16  # in which every optimizer must step, and in which a repetition is looked for
+
+
+class Call(NamedTuple):
+    """One call of a step, as far as it is compared with others."""
+
+    sizes: Counter[int]  # of its allocations
+    stepped: frozenset[int]  # the ids of the parameter groups that an optimizer stepped
+
+
+def are_enough(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> bool:
+    """Return whether the calls suffice to predict what follows. Each optimizer is given as its parameter groups.
+
+    Without a repetition within `MOST_CALLS`, they suffice when all optimizers have stepped twice.
+    """
+    if len(calls) < FEWEST_CALLS:
+        return False
+    if _repeating(calls, optimizers) is not None:
+        return True
+    first, *_ = (*_rounds(calls, optimizers), 0)
+    return len(calls) >= max(MOST_CALLS, 2 * first)
+
+
+def cycle(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> tuple[int, int]:
+    """Return how many calls to use, and how many at their end are one cycle. Idle optimizers are ignored.
+
+    >>> one, four = Call(Counter(), frozenset()), Call(Counter(), frozenset({1}))
+    >>> cycle([one, one, one, four, one, one, one, four], [{1}])
+    (8, 4)
+    """
+    active = [groups for groups in optimizers if not is_idle(groups, calls)]
+    length = _repeating(calls, active)
+    if length is not None:
+        return len(calls), length
+    before, end = (0, 0, *_rounds(calls, active))[-2:]
+    return (end, end - before) if before else (len(calls), 1)
+
+
+def is_idle(groups: Collection[int], calls: Sequence[Call]) -> bool:
+    """Return whether none of an optimizer's groups was stepped in these calls."""
+    return not any(call.stepped.intersection(groups) for call in calls)
+
+
+def _repeating(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> int | None:
+    """Return the smallest number of final calls that equal those before them and step every optimizer."""
+    for length in range(1, len(calls) // 2 + 1):
+        last = calls[-length:]
+        if last == calls[-2 * length : -length] and not any(is_idle(groups, last) for groups in optimizers):
+            return length
+    return None
+
+
+def _rounds(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> list[int]:
+    """Return the numbers of calls after which every optimizer has stepped once, twice, …"""
+    ends: list[int] = []
+    begin = 0
+    for end in range(1, len(calls) + 1):
+        if not any(is_idle(groups, calls[begin:end]) for groups in optimizers):
+            ends.append(end)
+            begin = end
+    return ends
+
+
 NUM_STEPS = 2
-"""The first step creates the optimizer's state, and the second repeats. For a user's own loop, see `periods`."""
+"""The first step creates the optimizer's state, and the second repeats. For a user's own loop, see `cycle`."""
 BUILD = "build"
 
 
@@ -94,11 +164,11 @@ def trace(
             hooks.callback(hook.remove)
         num_steps = num_steps or (NUM_STEPS if isinstance(built, Built) else None)
         begins = [recorder.storages.num_events]
-        calls: list[periods.Call] = []
+        calls: list[Call] = []
         groups: list[list[int]] = []  # per optimizer
-        while len(calls) < num_steps if num_steps else not periods.are_enough(calls, groups):
+        while len(calls) < num_steps if num_steps else not are_enough(calls, groups):
             num_before = len(recorder.storages.allocations)
-            if len(calls) < periods.FEWEST_CALLS:  # models are made early, and searching for them takes time
+            if len(calls) < FEWEST_CALLS:  # models are made early, and searching for them takes time
                 roots, optimizers = known or _found(recorder.storages.live)
             recorder.begin(roots, optimizers)
             with mode:
@@ -107,11 +177,11 @@ def trace(
             ledger = recorder.end()
             begins.append(recorder.storages.num_events)
             new = _on(dispatch.device, recorder.storages.allocations[num_before:])
-            calls.append(periods.Call(Counter(entry["bytes"] for entry in new), frozenset(recorder.stepped)))
+            calls.append(Call(Counter(entry["bytes"] for entry in new), frozenset(recorder.stepped)))
             groups = [[id(group) for group in optimizer.param_groups] for optimizer in optimizers]
     parameters = {id(parameter): parameter.numel() for root in roots for parameter in root.parameters()}
     memory = ledger.memory()
-    num_calls, period = (num_steps, 1) if num_steps else periods.cycle(calls, groups)
+    num_calls, period = (num_steps, 1) if num_steps else cycle(calls, groups)
     begins = begins[: num_calls + 1]
     allocations = _until(begins[-1], _on(dispatch.device, memory["allocations"]))
     if sharding is not None:  # parameters were never on the device before they were sharded
@@ -130,7 +200,7 @@ def trace(
         fsdp=fsdp,
         unknown_bytes=recorder.unknown_bytes,
         is_whole_step=not isinstance(built, Built),
-        num_idle_optimizers=sum(periods.is_idle(ours, calls) for ours in groups),
+        num_idle_optimizers=sum(is_idle(ours, calls) for ours in groups),
     )
 
 

@@ -11,11 +11,10 @@ from stepscope.errors import RecordingError, TraceError, Unavailable, UsageError
 from stepscope.render.files import need, write_texts, writing
 from stepscope.render.markdown.markdown import markdown_of
 from stepscope.render.write import write_report
-from stepscope.studies.registry import STUDIES, find_study
+from stepscope.studies.registry import STUDIES, find_study, study_from_toml
 from stepscope.studies.report import report_of_study
 from stepscope.studies.stored import TOML_FILE, Stored, read_facts
 from stepscope.studies.study import REPORT, Study
-from stepscope.studies.toml_study import study_from_toml
 
 REPORT_FOLDER = "report"
 

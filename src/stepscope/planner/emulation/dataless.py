@@ -12,12 +12,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stepscope.errors import UsageError
-from stepscope.planner.emulation import arguments
 from stepscope.planner.emulation import known_values as values
-from stepscope.planner.emulation.arguments import DATALESS, HOSTED, PLANNED, REAL, meta_like, unwrapped, wrapped
 from stepscope.planner.emulation.known_values import known_values
-from stepscope.planner.emulation.op_kinds import Kind, kind_of
-from stepscope.planner.emulation.output_shapes import SHAPES, Shapes
+from stepscope.planner.emulation.ops import (
+    DATALESS,
+    HOSTED,
+    PLANNED,
+    REAL,
+    SHAPES,
+    Kind,
+    Shapes,
+    kind_of,
+    meta_like,
+    unwrapped,
+    without_data,
+    wrapped,
+)
 from stepscope.planner.emulation.planned_tensor import HOST, META, DataNeeded, PlannedTensor, made_before, users_place
 from stepscope.planner.emulation.torch_support import launching_nothing
 from stepscope.recorder.ledger.nodes import backward_runs
@@ -101,7 +111,7 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
             raise made_before("is used")
         device = self._place(kind, args, kwargs, seen)
         if is_mixed:
-            inner_args, inner_kwargs = arguments.without_data(inner_args), arguments.without_data(inner_kwargs)
+            inner_args, inner_kwargs = without_data(inner_args), without_data(inner_kwargs)
         if kind.device_at is not None:
             inner_args, inner_kwargs = kind.without_device(inner_args, inner_kwargs)
             if device is META:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepscope.planner.emulation.op_kinds import Kind
+from stepscope.planner.emulation.ops import Kind
 from stepscope.planner.emulation.planned_tensor import CPU, PlannedTensor, value_of
 from stepscope.recorder.ledger.storages import storage_of, tensors_in
 

@@ -11,10 +11,99 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from stepscope.recorder.compiler import messages
+import torch
+
 from stepscope.recorder.compiler.provenance import Provenance, compile_id_text
+
+_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_TORCH = f"{Path(torch.__file__).parent}/"
+_COMMENT = re.compile(r"\s+# (.*?)\s+# (\S+:\d+ in [^\s(]+)")
+MAX_GUARDS = 8
+UNKNOWN_PLACE = "unknown place"
+
+
+def place_of(text: str) -> str | None:
+    """Return the innermost line of a traceback outside torch, else the innermost line.
+
+    >>> place_of('File "/me/model.py", line 12, in forward')
+    '/me/model.py:12 in forward'
+    """
+    places = _PLACE.findall(text)
+    users = [place for place in places if not place[0].startswith(_TORCH)] or places
+    return "{}:{} in {}".format(*users[-1]) if users else None
+
+
+def break_of(text: str) -> tuple[str, str]:
+    # torch 2.7 and later add an explanation, which says more than the heading.
+    match = re.search(r"Explanation: (.*)", text) or re.search(
+        r"(?:Graph Break )?Reason: (?:Unsupported: )?(.*)", text
+    )
+    reason = match.group(1).strip() if match else first_line(text)
+    user_code = text.split("User code traceback:")[-1].split("\nTraceback")[0]
+    return reason, place_of(user_code) or UNKNOWN_PLACE
+
+
+def gives_up(text: str) -> bool:
+    """Return whether a graph break ends compilation of the function, so that all of it runs eagerly."""
+    return "falling back to eager" in text or "Skipping frame" in text
+
+
+def reasons(payload: Any) -> list[str]:
+    """Return the guards that failed, as torch writes them."""
+    try:
+        values = json.loads(payload) if isinstance(payload, str) else payload
+    except ValueError:
+        values = payload
+    return [str(value).strip() for value in (values if isinstance(values, list) else [values])][:MAX_GUARDS]
+
+
+def guard_of(reason: str) -> str:
+    """Return only the guard, without its source line, hints and stacks.
+
+    >>> guard_of("0/0: s.step == 0      # return s.a(x)  # me/model.py:29 in forward (HINT: make it a tensor)")
+    '0/0: s.step == 0'
+    """
+    head = reason.split("\nUser stack trace:")[0].split(" (HINT:")[0]
+    return _COMMENT.split(head)[0].strip() or first_line(reason)
+
+
+def guard_place(reason: str) -> str | None:
+    """Return the user's line that a guard refers to, or None if this torch does not report it (2.6 does not)."""
+    head, _, stack = reason.partition("\nUser stack trace:")
+    if stack:
+        return place_of(stack)
+    match = _COMMENT.search(head)
+    # Without a stack, torch names only the innermost file, with its path cut off. Its own files are no help.
+    return None if match is None or "nn/modules/" in match.group(2) else match.group(2)
+
+
+def first_line(text: Any) -> str:
+    """Return the first line, plus the second if the first only announces it ("backend='inductor' raised:")."""
+    lines = [line.strip() for line in str(text).strip().splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+
+
+def useful_line(error: object) -> str:
+    """Return a compiler error as one line.
+
+    torch's first line only says who raised. Triton's gives a place in generated code, and its last line the reason.
+    >>> useful_line("backend='inductor' raised:\\nLoweringException: AssertionError: no\\n  target: aten.mm")
+    'LoweringException: AssertionError: no'
+    """
+    text = str(error).split("\nSet TORCHDYNAMO_VERBOSE=1")[0].split("\nfrom user code:")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines = lines[1:]
+    if not lines:
+        return type(error).__name__
+    if match := re.search(r"Explanation: (.*)", text):  # torch 2.7 and later
+        return match.group(1).rpartition("): got ")[2].strip()[:500]
+    line = f"{lines[0]} {lines[-1]}" if "CompilationError: at " in lines[0] and len(lines) > 1 else lines[0]
+    return line[:500]
+
 
 MAX_ENTRIES = 200
 # torch's names for the stages of compiling. Each includes the next one.
@@ -120,7 +209,7 @@ class CompilerProbe:
         elif name == "dynamo_graph_break_reason":
             self._graph_break(str(payload or ""))
         elif name == "recompile_reasons":
-            self._recompile_reasons[frame] = messages.reasons(payload)
+            self._recompile_reasons[frame] = reasons(payload)
         elif isinstance(name, str) and name.startswith(tuple(CACHES)):
             self._cache(name, payload, frame)
         elif "create_symbol" in metadata:
@@ -136,13 +225,13 @@ class CompilerProbe:
             self._spent(metadata["bwd_compilation_metrics"], BACKWARD_STAGES)
 
     def _graph_break(self, text: str) -> None:
-        reason, place = messages.break_of(text)
+        reason, place = break_of(text)
         if (reason, place) not in self._graph_breaks and len(self._graph_breaks) >= MAX_ENTRIES:
             return
         new = {"reason": reason, "place": place, "count": 0}
         entry = self._graph_breaks.setdefault((reason, place), new)
         entry["count"] += 1
-        if messages.gives_up(text):
+        if gives_up(text):
             entry["runs_eagerly"] = True
 
     def _cache(self, name: str, payload: Any, frame: tuple[Any, Any]) -> None:
@@ -169,7 +258,7 @@ class CompilerProbe:
                 for at in (stack if isinstance(stack, list) else ())
                 if isinstance(at, dict)
             ]
-            if place := messages.place_of("\n".join(lines)):
+            if place := place_of("\n".join(lines)):
                 entry["place"] = place
         if value not in entry["sizes"] and len(entry["sizes"]) < MAX_ENTRIES:
             entry["sizes"].append(value)
@@ -197,15 +286,15 @@ class CompilerProbe:
             self._graphs.append({"compile_id": compile_id, "frame": where, **counts})
         failed = self._recompile_reasons.pop(frame, None)
         if failed and len(self._recompiles) < MAX_ENTRIES:
-            guards = [messages.guard_of(reason) for reason in failed]
+            guards = [guard_of(reason) for reason in failed]
             entry: dict[str, Any] = {"frame": where, "failed_guards": guards}
-            if place := messages.guard_place(failed[0]):
+            if place := guard_place(failed[0]):
                 entry["place"] = place
             self._recompiles.append(entry)
         if metrics.get("cudagraph_skip_reason"):
-            self._skips[messages.first_line(metrics["cudagraph_skip_reason"])] += 1
+            self._skips[first_line(metrics["cudagraph_skip_reason"])] += 1
         if metrics.get("fail_reason"):
-            reason = messages.first_line(metrics["fail_reason"])
+            reason = first_line(metrics["fail_reason"])
             failure = self._failures.setdefault(reason, {"reason": reason, "count": 0})
             failure["count"] += 1
             if metrics.get("fail_user_frame_filename"):
@@ -215,10 +304,10 @@ class CompilerProbe:
         text = record.getMessage()
         if "recompile_limit" in text or "cache_size_limit" in text:
             match = re.search(r"function: (.*)", text)
-            self._limit_hits[match.group(1).strip() if match else messages.first_line(text)] += 1
+            self._limit_hits[match.group(1).strip() if match else first_line(text)] += 1
         elif "skipping cudagraphs" in text.lower():
-            place = messages.place_of(text)
-            reason = re.sub(r"\.? Found from :.*", "", messages.first_line(text))
+            place = place_of(text)
+            reason = re.sub(r"\.? Found from :.*", "", first_line(text))
             self._skips[reason + (f", {place}" if place else "")] += 1
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch._inductor.config
 
-from stepscope.recorder.compiler.compile_watch import CompilerProbe
-from stepscope.recorder.compiler.messages import place_of, useful_line
+from stepscope.recorder.compiler.compile_watch import CompilerProbe, place_of, useful_line
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate
 from stepscope.sweep.point_stages import begin

@@ -1,22 +1,25 @@
-"""What a comparison of dtypes measures besides time: phases, memory by owner, work by op, deviation from fp32.
-
-Each is its own pass, after the clean samples.
-"""
+"""Dtypes of a point: an audit of one step, and what a comparison measures besides time, each in its own pass."""
 
 import math
 import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from stepscope.sweep import measure, prepare
+from stepscope.errors import UsageError
+from stepscope.recorder.precision.dtype_audit import BadAudit, audit_dtypes
+from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks.gate import finite, nan_as_infinity
+from stepscope.sweep.grid import Point
 from stepscope.sweep.prepare import Pass
+from stepscope.sweep.protocol import CannotRun
 from stepscope.sweep.run_knobs import has_backward
-from stepscope.workloads.workload import Value, Workload
+from stepscope.workloads.optimizers import make_optimizer
+from stepscope.workloads.workload import Built, Value, Workload
 
 NAME = "precision"
 CAST = "aten::_to_copy"
@@ -188,4 +191,55 @@ def _results(workload: Workload[Any], config: Mapping[str, Value], run: Mapping[
         "scale": scale,
         "outputs": {f"output {i}": tensor.detach().to("cpu", torch.float32) for i, tensor in enumerate(outputs)},
         "gradients": {name: gradient.to("cpu", torch.float32) / scale for name, gradient in found.items()},
+    }
+
+
+def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -> dict[str, Any]:
+    """Return the audit facts of a point (`dtype_audit.py`); UsageError if it cannot run here."""
+    run = dict(point.run)
+    device, seed, mode = str(run["device"]), int(run["seed"]), str(run["mode"])
+    try:
+        prepare.check_machine(run)
+        prepare.apply_settings(run)
+        built = prepare.build(workload, workload.config(**point.config), seed, device)
+        if not isinstance(built, Built):
+            raise UsageError(
+                f"{workload.name} is a complete training step. For an audit, return (module, batch function)."
+            )
+        batch, contexts = dict(prepare.cast_to_point(built, run)), prepare.Contexts(run)
+        built.module.train(mode != "inference")
+
+        def logits() -> Any:
+            try:
+                return built.module(**prepare.without_targets(batch))
+            except TypeError:  # a user's own module may require its targets
+                return ()
+
+        facts = audit_dtypes(
+            prepare.users_own(built.module),
+            lambda: built.module(**batch),
+            inputs=batch,
+            autocast=prepare.AUTOCAST.get(str(run["dtype"])),
+            contexts=contexts,
+            backward=lambda out: prepare.backward(out, contexts, seed),
+            optimizer=partial(make_optimizer, str(run["optimizer"])) if mode == "step" else None,
+            logits=logits if "targets" in batch else None,
+            num_micro_batches=num_micro_batches,
+            has_backward=has_backward(run),
+        )
+    except (CannotRun, BadAudit) as error:
+        raise UsageError(str(error)) from None
+    except Exception as error:
+        if memory.read_error(error) is None:
+            raise
+        raise UsageError(
+            f"Out of memory: {str(error).splitlines()[0]}. An audit does not need a large batch: --set batch=1"
+        ) from None
+    return {
+        **facts,
+        "workload": point.workload,
+        "preset": point.preset,
+        "dtype": run["dtype"],
+        "mode": mode,
+        "config": dict(point.config),
     }
