@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import UUID, build_fake_nvml
 
-from stepscope.recorder.machine.nvml import THROTTLE_REASONS, ComputeProcess, Nvml, NvmlUnavailable
+from stepscope.recorder.machine.nvml import THROTTLE_REASONS, Nvml, NvmlUnavailable
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
 
@@ -64,9 +64,9 @@ def test_all_processes_are_listed_even_when_they_are_many(gpu):
     processes = gpu.compute_processes()
 
     assert len(processes) == 20
-    assert processes[0] == ComputeProcess(os.getpid(), None, 1 << 33)
-    assert processes[1] == ComputeProcess(4242, "python train.py", 1 << 33)
-    assert processes[2] == ComputeProcess(1002, None, None)
+    assert processes[0] == {"pid": os.getpid(), "name": None, "used_bytes": 1 << 33}
+    assert processes[1] == {"pid": 4242, "name": "python train.py", "used_bytes": 1 << 33}
+    assert processes[2] == {"pid": 1002, "name": None, "used_bytes": None}
 
 
 @pytest.mark.parametrize("bit", THROTTLE_REASONS)

@@ -114,8 +114,8 @@ def test_the_best_value_of_every_knob_is_found_though_one_needs_another(tune):
     best = search.best
     assert (best.config["attention"], best.run["dtype"], best.run["compile"]) == ("sdpa", "bf16", "default")
     assert search.stopped == "settled" and len(runner.ran) < 90
-    assert [set(move.turned) for move in search.moves] == [{"dtype"}, {"attention"}, {"compile"}]
-    assert [move.round for move in search.moves] == [1, 2, 2]
+    assert [set(move["turned"]) for move in search.moves] == [{"dtype"}, {"attention"}, {"compile"}]
+    assert [move["round"] for move in search.moves] == [1, 2, 2]
 
 
 @pytest.mark.parametrize(("percent", "is_kept"), [(0.7, False), (1.5, True)])
@@ -254,7 +254,7 @@ def test_it_ends_with_the_time_and_says_what_was_not_tried(tune):
     search, _ = tune(lambda values: 100.0, over=("linear", "compile", "checkpoint"), clock=clock)
 
     assert search.stopped == "time" and clock.now <= 31
-    assert [entry.turned for entry in search.not_tried] == [{"compile": "default"}]
+    assert [entry["turned"] for entry in search.not_tried] == [{"compile": "default"}]
     # What was begun and not finished has no row: it can be tried with more time.
     assert all(row["run"]["compile"] == "off" for row in search.rows)
     assert rows(search, "again")
@@ -290,7 +290,7 @@ def test_back_ends_of_attention_are_given_up_where_nothing_calls_it(tune):
     search, runner = tune(lambda values: "unproven" if values["sdpa"] != "free" else 100.0, over=("sdpa",))
 
     assert [values["sdpa"] for values in runner.ran if values["sdpa"] != "free"] == ["flash"]
-    assert [entry.turned for entry in search.not_tried] == [{"sdpa": "math"}]
+    assert [entry["turned"] for entry in search.not_tried] == [{"sdpa": "math"}]
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from stepscope.recorder.windows import Windows
 
 
-def is_disabled() -> bool:
-    return os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0")
-
-
 def step(tokens: int | None = None, loss: Any = None) -> None:
     """Return nothing; end a step here, with its number of tokens and its loss if you like.
 
@@ -63,7 +59,7 @@ class Recorder(ContextDecorator):
         self._session: Session | None = None
 
     def __enter__(self) -> Recorder:
-        if is_disabled():
+        if os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0"):
             return self
         if current.session is not None and current.session.is_script:
             return self  # under `stepscope run`, the steps of this block belong to its recording

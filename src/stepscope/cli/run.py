@@ -168,28 +168,12 @@ class _Run:
         if self._session is not None or self._options is None:
             return
         from stepscope.recorder.processes import child
-        from stepscope.recorder.session import Session
 
         if os.getpid() != self._pid:  # a fork of the script imports torch before the script does
             child.begin(self._options)
             return
-        if self._fix is not None:
-            from stepscope.recorder.fixes.applied import AppliedFixes
-
-            self._fixes = AppliedFixes(self._fix)
-        child.watch_forks(self._options, self._fixes)
-        self._session = Session(
-            self.folder,
-            windows=self._windows,
-            facts=self._facts,
-            tokens_per_step=self._arguments.tokens_per_step,
-            exit_after=self._arguments.exit_after,
-            inference=self._arguments.inference,
-            memory_in_full=self._arguments.memory,
-            is_script=True,
-            on_roots=None if self._fixes is None else self._fixes.use_roots,
-            progress=self._tell,
-        )
+        self._fixes = child.watch_forks(self._options)
+        self._session = child.session_of(self._options, self._facts, self._fixes, self._tell)
         self._session.start()
 
     def ended(self, outcome: BaseException | None) -> None:

@@ -3,7 +3,6 @@
 import re
 import resource
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from stepscope.errors import UsageError
@@ -18,15 +17,6 @@ SPARE_SHARE = 0.05
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """The figures of an out-of-memory error; None if it does not give them."""
-
-    asked_bytes: int | None
-    free_bytes: int | None
-    total_bytes: int | None
 
 
 def bytes_of(amount: str | int | None) -> int | None:
@@ -105,15 +95,17 @@ _DEVICE_ERRORS = (
 )
 
 
-def read_error(error: BaseException) -> OutOfMemory | None:
-    """Return what an out-of-memory error says; None for other errors."""
+def read_error(error: BaseException) -> dict[str, int | None] | None:
+    """Return bytes asked, free and in total, as far as an out-of-memory error says; None for other errors."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "OutOfMemoryError" or any(part in text for part in _DEVICE_ERRORS):
-        return OutOfMemory(
-            _amount(rf"[Tt]ried to allocate {_AMOUNT}", text),
-            _amount(rf"of which {_AMOUNT} is free", text),
-            _amount(rf"total capacity of {_AMOUNT}", text),
-        )
+        asked, free, total = (
+            _amount(pattern, text)
+            for pattern in (
+                rf"[Tt]ried to allocate {_AMOUNT}", rf"of which {_AMOUNT} is free", rf"total capacity of {_AMOUNT}",
+            )
+        )  # fmt: skip
+        return {"asked_bytes": asked, "free_bytes": free, "total_bytes": total}
     if isinstance(error, MemoryError) or any(part in text for part in _HOST_ERRORS):
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         total = None if limit == resource.RLIM_INFINITY else limit - _held_bytes
@@ -121,7 +113,7 @@ def read_error(error: BaseException) -> OutOfMemory | None:
         asked = _amount(rf"tried to allocate {_AMOUNT}", text)
         if asked is not None and free is not None and free >= asked:
             free = None  # the step's memory was freed while the exception propagated
-        return OutOfMemory(asked, free, total)
+        return {"asked_bytes": asked, "free_bytes": free, "total_bytes": total}
     return None
 
 

@@ -187,12 +187,8 @@ def _instrument(
 
 def _trace(request: Request, report: Report, built: Any, run_once: Any, probes: _Probes) -> None:
     """Trace one pass: GPU busy time, or on a CPU the memory of tensors, and proof of what ran."""
-    run, fields, device, is_whole = (
-        request.run,
-        report.fields,
-        str(request.run["device"]),
-        isinstance(built, WholeStep),
-    )
+    run, fields, device = request.run, report.fields, str(request.run["device"])
+    is_whole = isinstance(built, WholeStep)
     compiler, graphs = probes
     claims = [*getattr(built, "proofs", ()), *proofs.run_proofs(run)]
     keep = Path(request.trace_path) if request.trace_path else None

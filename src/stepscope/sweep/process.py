@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import faulthandler
 import json
 import os
@@ -146,7 +145,7 @@ def _classify(error: BaseException, report: Report, request: Request, messages: 
     if isinstance(error, CannotRun | StepscopeError):
         fields.update(status=SKIPPED, reason=str(error))
     elif shortage is not None:
-        fields.update(status=OOM, oom=dataclasses.asdict(shortage), reason=first_line(error))
+        fields.update(status=OOM, oom=shortage, reason=first_line(error))
     elif (refused := refusal(error, messages, request.run, request.config)) is not None:
         fields.update(status=SKIPPED, reason=refused[0], refused=refused[1])
     elif isinstance(error, SystemExit):

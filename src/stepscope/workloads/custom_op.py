@@ -7,17 +7,12 @@ import torch
 from torch import Tensor
 
 
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep every input for the backward pass."""
-    ctx.save_for_backward(*inputs)
-
-
 def custom_op(
     schema: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],
     gradients: Callable[..., Any] | None = None,
-    setup: Callable[..., None] = save_inputs,
+    setup: Callable[..., None] = lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 ) -> Any:
     """Return the op `stepscope::name` of a schema such as `name(Tensor x) -> Tensor`.
 

@@ -46,11 +46,6 @@ def break_of(text: str) -> tuple[str, str]:
     return reason, place_of(user_code) or UNKNOWN_PLACE
 
 
-def gives_up(text: str) -> bool:
-    """Return whether a graph break ends compilation of the function, so that all of it runs eagerly."""
-    return "falling back to eager" in text or "Skipping frame" in text
-
-
 def reasons(payload: Any) -> list[str]:
     """Return the guards that failed, as torch writes them."""
     try:
@@ -231,7 +226,7 @@ class CompilerProbe:
         new = {"reason": reason, "place": place, "count": 0}
         entry = self._graph_breaks.setdefault((reason, place), new)
         entry["count"] += 1
-        if gives_up(text):
+        if "falling back to eager" in text or "Skipping frame" in text:  # all of the function
             entry["runs_eagerly"] = True
 
     def _cache(self, name: str, payload: Any, frame: tuple[Any, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import TypedDict
+from typing import Any
 
 import torch
 
@@ -30,19 +30,11 @@ MAX_CPU_COPY_BYTES = 1 << 30
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class MeasuredCeilings(TypedDict):
-    matmul_flops: dict[str, int]  # FLOP/s by dtype, 2 per multiply-add: the best median over the square sizes
-    matmul_sizes: dict[str, int]  # the size that reached it
-    copy_bytes_per_s: int  # bytes read plus bytes written
-    left_out: dict[str, str]  # the dtypes that could not be measured, and why
-    torch_version: str
-
-
 def measure_ceilings(
     device: str = "cuda",
     seconds: float = 2.0,
     progress: Callable[[str], None] = lambda what: None,
-) -> MeasuredCeilings:
+) -> dict[str, Any]:
     """Return the ceilings of `device` ("cuda" or "cpu"), taking about `seconds` per dtype and for the copy.
 
     `progress` receives what is measured next. Random state and float32 precision are restored.
@@ -54,7 +46,7 @@ def measure_ceilings(
         return _measure(target, seconds, progress)
 
 
-def _measure(device: torch.device, seconds: float, progress: Callable[[str], None]) -> MeasuredCeilings:
+def _measure(device: torch.device, seconds: float, progress: Callable[[str], None]) -> dict[str, Any]:
     flops: dict[str, int] = {}
     sizes: dict[str, int] = {}
     left_out: dict[str, str] = {}
@@ -69,13 +61,13 @@ def _measure(device: torch.device, seconds: float, progress: Callable[[str], Non
         except RuntimeError as error:  # not implemented for this dtype, or out of memory
             left_out[name] = str(error).partition("\n")[0]
     progress("copy")
-    return MeasuredCeilings(
-        matmul_flops=flops,
-        matmul_sizes=sizes,
-        copy_bytes_per_s=_copy_bytes_per_s(device, seconds),
-        left_out=left_out,
-        torch_version=str(torch.__version__),
-    )
+    return {
+        "matmul_flops": flops,  # per second by dtype, 2 per multiply-add: the best median over the square sizes
+        "matmul_sizes": sizes,  # the size that reached it
+        "copy_bytes_per_s": _copy_bytes_per_s(device, seconds),  # read plus written
+        "left_out": left_out,  # the dtypes that could not be measured, and why
+        "torch_version": str(torch.__version__),
+    }
 
 
 def _unsupported(name: str, device: torch.device) -> str | None:

@@ -92,11 +92,7 @@ class CounterSampler:
         except NvmlUnavailable as error:
             self.error = self.error or error
             return []
-        return [
-            {"pid": process.pid, "name": process.name, "used_bytes": process.used_bytes}
-            for process in processes
-            if process.pid != self._pid
-        ]
+        return [process for process in processes if process["pid"] != self._pid]
 
     def _run(self) -> None:
         try:

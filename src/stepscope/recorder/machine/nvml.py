@@ -10,7 +10,6 @@ their buffers: use one `NvmlGpu` from one thread only.
 
 import ctypes
 import os
-from dataclasses import dataclass
 from typing import Any
 
 LIBRARY_NAME = "libnvidia-ml.so.1"
@@ -39,15 +38,6 @@ THROTTLE_REASONS = {
 
 class NvmlUnavailable(Exception):
     """NVML cannot be used. The message says why."""
-
-
-@dataclass(frozen=True)
-class ComputeProcess:
-    """A process that holds a compute context on a GPU, as the driver reports it."""
-
-    pid: int  # in the driver's pid namespace, which a container may not see
-    name: str | None
-    used_bytes: int | None
 
 
 class _Utilization(ctypes.Structure):
@@ -211,8 +201,11 @@ class NvmlGpu:
         has_memory = self._read("nvmlDeviceGetMemoryInfo", self._memory)
         return (self._memory.used, self._memory.total) if has_memory else None
 
-    def compute_processes(self) -> list[ComputeProcess] | None:
-        """Return the processes with a compute context on this GPU. May be called from any thread."""
+    def compute_processes(self) -> list[dict[str, Any]] | None:
+        """Return `pid`, `name` and `used_bytes` of processes with a context on this GPU, from any thread.
+
+        The pid is in the driver's namespace, which a container may not see.
+        """
         name = self._nvml.first(_PROCESS_CALLS)
         count = ctypes.c_uint(0)
         for _ in range(_PROCESS_TRIES):
@@ -225,11 +218,11 @@ class NvmlGpu:
         if not self._nvml.offered(code):
             return None
         return [
-            ComputeProcess(
-                pid=info.pid,
-                name=self._nvml.text("nvmlSystemGetProcessName", ctypes.c_uint(info.pid)) or None,
-                used_bytes=None if info.used_bytes == _MEMORY_UNKNOWN else info.used_bytes,
-            )
+            {
+                "pid": info.pid,
+                "name": self._nvml.text("nvmlSystemGetProcessName", ctypes.c_uint(info.pid)) or None,
+                "used_bytes": None if info.used_bytes == _MEMORY_UNKNOWN else info.used_bytes,
+            }
             for info in infos[: count.value]
         ]
 

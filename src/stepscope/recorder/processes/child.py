@@ -76,22 +76,41 @@ _watches_forks = False
 def begin(options: Options) -> None:
     """Record this process if it trains. Torch is imported."""
     global _child
-    fixes = None
+    _child = Child(options, watch_forks(options))
+
+
+def watch_forks(options: Options) -> AppliedFixes | None:
+    """Record the forks of this process that train, not the process itself; return its fixes, which forks inherit."""
+    global _options, _fixes, _watches_forks
     if options.fix is not None:
         from stepscope.recorder.fixes.applied import AppliedFixes
 
-        fixes = AppliedFixes(options.fix)
-    watch_forks(options, fixes)
-    _child = Child(options, fixes)
-
-
-def watch_forks(options: Options, fixes: AppliedFixes | None) -> None:
-    """Record the forks of this process that train, and not the process itself. Forks inherit its fixes."""
-    global _options, _fixes, _watches_forks
-    _options, _fixes = options, fixes
+        _fixes = AppliedFixes(options.fix)
+    _options = options
     if not _watches_forks:
         _watches_forks = True
         os.register_at_fork(after_in_child=_forked)
+    return _fixes
+
+
+def session_of(
+    options: Options, facts: dict[str, Any], fixes: AppliedFixes | None, progress: Callable[[str], None] | None
+) -> Session:
+    """Return the session of a process of the script, not started."""
+    from stepscope.recorder.session import Session
+
+    return Session(
+        options.folder,
+        windows=options.windows,
+        facts=facts,
+        tokens_per_step=options.tokens_per_step,
+        exit_after=options.exit_after,
+        inference=options.inference,
+        memory_in_full=options.memory_in_full,
+        is_script=True,
+        on_roots=None if fixes is None else fixes.use_roots,
+        progress=progress,
+    )
 
 
 def close(error: BaseException | None = None) -> None:
@@ -149,27 +168,19 @@ class Child:
             self.session = None  # training goes on, unmeasured
 
     def _open(self) -> None:
-        from stepscope.recorder.session import Session
-
         options = self._options
         rank, _ = ranks.rank_and_world_size()
         windows = options.windows
         if self._forked_from is not None and (self._forked_from / files.TRACE_FOLDER).exists():
             windows = dataclasses.replace(windows, trace=0)  # Kineto does not survive a fork once it has run
         folder, is_first = claim(options.folder, None if rank == options.rank else rank)
-        speaks = (is_first if rank is None else rank == 0) and not _has_samples(options.folder)
-        session = Session(
-            folder,
-            windows=windows,
-            facts=shared_facts(options.folder),
-            tokens_per_step=options.tokens_per_step,
-            exit_after=options.exit_after,
-            inference=options.inference,
-            memory_in_full=options.memory_in_full,
-            is_script=True,
-            on_roots=None if self._fixes is None else self._fixes.use_roots,
-            progress=tell if speaks and not options.is_quiet else None,
-        )
+        samples = options.folder / files.SAMPLES_FILE
+        trains_itself = samples.exists() and samples.stat().st_size > 0
+        speaks = (is_first if rank is None else rank == 0) and not trains_itself
+        shared = json.loads((options.folder / files.RECORDING_FILE).read_bytes())
+        facts = {name: shared[name] for name in SHARED_FACTS if name in shared}
+        options = dataclasses.replace(options, folder=folder, windows=windows)
+        session = session_of(options, facts, self._fixes, tell if speaks and not options.is_quiet else None)
         self._pid = os.getpid()
         self.session = session
         session.start()
@@ -212,16 +223,6 @@ def claim(folder: Path, rank: int | None) -> tuple[Path, bool]:
         except FileExistsError:
             continue
     raise FileExistsError(folder)
-
-
-def shared_facts(folder: Path) -> dict[str, Any]:
-    facts = json.loads((folder / files.RECORDING_FILE).read_bytes())
-    return {name: facts[name] for name in SHARED_FACTS if name in facts}
-
-
-def _has_samples(folder: Path) -> bool:
-    samples = folder / files.SAMPLES_FILE
-    return samples.exists() and samples.stat().st_size > 0
 
 
 def _is_loader_worker() -> bool:

@@ -83,10 +83,10 @@ def _command(name: str) -> Path:
     found = [Path(path) for path in (shutil.which(name), shutil.which(str(beside))) if path]
     if os.sep in name or not found:
         raise ValueError(f"{name} not found")
-    pythons = [_interpreter(path) for path in found]
+    pythons, ours = [_interpreter(path) for path in found], Path(sys.executable).parent.resolve()
     for path, python in zip(found, pythons):
-        if python is not None and _is_this_python(python):
-            return path
+        if python is not None and (os.sep not in python or Path(python).parent.resolve() == ours):
+            return path  # a bare name is the one on PATH
     if pythons[0] is None:
         raise ValueError(f"{found[0]} is not a Python script: name the script that it starts")
     raise ValueError(f"{found[0]} belongs to {pythons[0]}: install Stepscope there and run it with that Python")
@@ -105,11 +105,6 @@ def _interpreter(path: Path) -> str | None:
     line = lines[1] if lines[0].startswith("#!/bin/sh") and len(lines) > 1 else lines[0][2:]
     words = [word for word in line.replace('"', " ").split() if Path(word).name.startswith("python")]
     return words[0] if words else None
-
-
-def _is_this_python(python: str) -> bool:
-    """Return whether `python` is in the environment of this one; a bare name is the one on PATH."""
-    return os.sep not in python or Path(python).parent.resolve() == Path(sys.executable).parent.resolve()
 
 
 def run_in_plain_python(words: Sequence[str]) -> NoReturn:

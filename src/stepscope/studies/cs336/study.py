@@ -39,10 +39,6 @@ def attention_grid(stored: Stored) -> Records:
     ]  # fmt: skip
 
 
-def _grid_ok(stored: Stored) -> Rows:
-    return stored.rows(attention_grid).ok
-
-
 def _narrowest(rows: Rows) -> Rows:
     return rows.ok.needed().where(head_width=min(rows.ok.values("head_width")))
 
@@ -61,7 +57,8 @@ def accounting(stored: Stored) -> Records:
 
 @question(
     "How does attention written out grow?",
-    *(LinesOf(f"attention-{id}", f"{title} of attention by width", _grid_ok, "seq_len", y, "width")
+    *(LinesOf(f"attention-{id}", f"{title} of attention by width", lambda s: s.rows(attention_grid).ok, "seq_len", y,
+              "width")
       for id, title, y in (("forward", "Forward", "forward_ns"), ("backward", "Backward", "backward_ns"),
                            ("before-backward", "Memory before the backward", HELD))), attention_grid, accounting,
 )  # fmt: skip

@@ -129,14 +129,11 @@ def name_of(record: Record) -> str:
     return str(record["dispatch"]) + ("" if record["compile"] == "off" else f" compiled ({record['compile']})")
 
 
-def _remarks(rows: Rows) -> str:
-    return "; ".join(f"{name_of(row)}: {row['notes']}" for row in rows if row.get("notes"))
-
-
 @table_of(
     "dispatch", "Ways to dispatch",
     f"dispatch compile optimizer status {TIME} tokens_per_s mfu_share speedup loss gradients_deviation {PEAK} "
-    "peak_reserved_bytes num_kernel_launches padded_share dropped_share loss_off_share", note=_remarks,
+    "peak_reserved_bytes num_kernel_launches padded_share dropped_share loss_off_share",
+    note=lambda rows: "; ".join(f"{name_of(row)}: {row['notes']}" for row in rows if row.get("notes")),
 )  # fmt: skip
 def ways(stored: Stored) -> Records:
     rows, off = stored.rows("dispatch").needed(), _deviations(stored, "dispatch")

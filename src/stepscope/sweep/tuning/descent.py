@@ -8,7 +8,6 @@ those rows count.
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -22,21 +21,6 @@ LEAST_GAIN = 0.01
 HOPELESS = 2.0  # a value this many times slower than the best is not tried again in later rounds
 LARGEST_BATCH = 1 << 24
 TIME, SETTLED, STUCK, INTERRUPTED = "time", "settled", "stuck", "interrupted"
-
-
-@dataclass(frozen=True)
-class Move:
-    round: int
-    turned: dict[str, Value]  # Knob → its new value
-    before: dict[str, Value]
-    gain: float | None  # speed ÷ speed before, as measured by the search; None if nothing worked before
-
-
-@dataclass(frozen=True)
-class NotTried:
-    round: int
-    turned: dict[str, Value]
-    reason: str
 
 
 def next_power(value: int) -> int:
@@ -66,8 +50,8 @@ class Search:
         """`is_faster(before, after, share)` returns whether costs are significantly lower by at least that share."""
         self._space, self._trials, self._is_faster = space, trials, is_faster
         self.best: Point | None = None
-        self.moves: list[Move] = []
-        self.not_tried: list[NotTried] = []
+        self.moves: list[dict[str, Any]] = []  # changes of knobs that were kept; gain: speed ÷ speed before
+        self.not_tried: list[dict[str, Any]] = []
         self.num_rounds = 0
         self.stopped = TIME
         self._axes = space.axes
@@ -88,8 +72,8 @@ class Search:
         return {
             "defaults": self._space.base.hash,
             "axes": {axis.name: None if axis.values is None else list(axis.values) for axis in self._space.axes},
-            "moves": [asdict(move) for move in self.moves],
-            "not_tried": [asdict(entry) for entry in self.not_tried],
+            "moves": self.moves,
+            "not_tried": self.not_tried,
             "num_rounds": self.num_rounds,
             "stopped": self.stopped,
             "contenders": [point.hash for point in self._contenders],
@@ -128,7 +112,7 @@ class Search:
             left_out, reason = (BATCH,), "the workload does not say how many tokens a batch has"
         for axis in self._axes:
             if axis.name in left_out:
-                self.not_tried += [NotTried(0, {axis.name: value}, reason) for value in self._others(axis)]
+                self._leave_out([{axis.name: value} for value in self._others(axis)], reason)
         self._axes = tuple(axis for axis in self._axes if axis.name not in left_out)
         if self._is_short_of_memory(row) and any(axis.name == BATCH for axis in self._axes):
             self._shrink()
@@ -178,7 +162,7 @@ class Search:
             turned = {axis.name: value}
             if axis.name == SDPA and ways in self._without_sdpa:
                 reason = "this variant does not call scaled_dot_product_attention"
-                self.not_tried.append(NotTried(self.num_rounds, turned, reason))
+                self._leave_out([turned], reason)
                 continue
             point, row = self._try(turned)
             found.append((point, turned))
@@ -238,7 +222,7 @@ class Search:
             return False
         self._best_ns = steady_ns(row) if gain is None else self._best_ns / gain
         old = {name: value_of(self._center, name) for name in turned}
-        self.moves.append(Move(self.num_rounds, turned, old, gain))
+        self.moves.append({"round": self.num_rounds, "turned": turned, "before": old, "gain": gain})
         self.best, self._beside = point, row
         if row["run"][COMPILE] == "off":
             self._trials.pace = row
@@ -264,5 +248,8 @@ class Search:
         return row["status"] == OOM or is_pruned(row)
 
     def _list_waiting(self, reason: str) -> None:
-        self.not_tried += [NotTried(self.num_rounds, turned, reason) for turned in self._waiting]
+        self._leave_out(self._waiting, reason)
         self._waiting = []
+
+    def _leave_out(self, changes: list[dict[str, Value]], reason: str) -> None:
+        self.not_tried += [{"round": self.num_rounds, "turned": turned, "reason": reason} for turned in changes]
