@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.errors import UsageError
-from stepscope.workloads.knobs import check_key, nearest, parse_value
+from stepscope.workloads.users_code import check_key, nearest, parse_value
 from stepscope.workloads.workload import Knob
 
 

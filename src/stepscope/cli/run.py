@@ -112,8 +112,7 @@ class _Run:
     """One recording from the command line; it exists before torch is imported."""
 
     def __init__(self, arguments: argparse.Namespace, windows: Any) -> None:
-        self._arguments = arguments
-        self._windows = windows
+        self._arguments, self._windows = arguments, windows
         self._facts: dict[str, Any] = {}
         self._session: Session | None = None
         self._fix: str | None = None

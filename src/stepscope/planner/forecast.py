@@ -29,8 +29,7 @@ class Forecaster:
     ) -> None:
         """`environments` are those of the results' folder, by hash; the device is that of the first row."""
         self._planner = Planner(workload)
-        self._budget_bytes = budget_bytes
-        self._environments = environments
+        self._budget_bytes, self._environments = budget_bytes, environments
         self._num_failures = 0
         self.notes: dict[str, None] = {}
 

@@ -139,8 +139,7 @@ class Planner:
     """Predicts points of one workload and shares their common work. With `fsdp`, predicts one rank of that many."""
 
     def __init__(self, workload: Workload[Any], fsdp: int | None = None) -> None:
-        self._workload = workload
-        self._fsdp = fsdp
+        self._workload, self._fsdp = workload, fsdp
         self._traced: dict[tuple[Any, ...], Traced] = {}
 
     def predict(self, point: Point, device: Device | None) -> Prediction:

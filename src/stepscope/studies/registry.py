@@ -28,8 +28,7 @@ from stepscope.studies.figures import growth, in_words, said
 from stepscope.studies.stored import Rows, Stored
 from stepscope.studies.study import LinesOf, Measure, Question, Recordings, Study, Sweep, TableOf
 from stepscope.sweep.toml_file import read_toml
-from stepscope.workloads.knobs import nearest
-from stepscope.workloads.users_code import module_from_file
+from stepscope.workloads.users_code import module_from_file, nearest
 
 _OF_A_QUESTION = {"title", "of", "x", "y", "by"}
 _TABLES = {"sweep", "recordings", "question"}

@@ -13,7 +13,7 @@ from stepscope.analysis.comparison.sweeps import OK, SweepSummary, record_of, sw
 from stepscope.errors import RecordingError, Unavailable
 from stepscope.trace.kind import STUDY_FILE, Kind, kind_of
 from stepscope.trace.sweep_file import Sweep, read_sweep
-from stepscope.workloads.knobs import nearest
+from stepscope.workloads.users_code import nearest
 
 if TYPE_CHECKING:
     from stepscope.session import Session

@@ -15,9 +15,8 @@ from typing import Any
 from stepscope.errors import UsageError
 from stepscope.sweep.run_knobs import RUN_KNOB_NAMES, RUN_KNOBS, least
 from stepscope.sweep.toml_file import read_toml
-from stepscope.workloads.knobs import check_key, nearest, parse_value
 from stepscope.workloads.registry import find, is_ours
-from stepscope.workloads.users_code import users_code
+from stepscope.workloads.users_code import check_key, nearest, parse_value, users_code
 from stepscope.workloads.workload import Knob, Value, Workload
 
 PRESET = "preset"

@@ -41,8 +41,7 @@ class Results(AbstractContextManager["Results"]):
     """An open sweep folder: its rows, and a place for more. Locked until closed."""
 
     def __init__(self, folder: Path, facts: dict[str, Any], resume: bool, resume_command: str) -> None:
-        self.folder = folder
-        self._resume_command = resume_command
+        self.folder, self._resume_command = folder, resume_command
         try:
             _check_ours(folder)
             (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from stepscope.errors import UsageError
-from stepscope.workloads.knobs import nearest
-from stepscope.workloads.users_code import check_python_file, module_from_file
+from stepscope.workloads.users_code import check_python_file, module_from_file, nearest
 from stepscope.workloads.workload import Batch, Built, WholeStep, Workload, knob
 
 SHAPES = "(module, batch function), or a function that runs one complete step"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.errors import MissingDependencyError, UsageError
-from stepscope.workloads.knobs import nearest
+from stepscope.workloads.users_code import nearest
 from stepscope.workloads.workload import Batch, Built, Workload, knob, ran, wrote
 
 CONFIG_FILE = "config.json"

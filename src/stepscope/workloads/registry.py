@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from stepscope.errors import UsageError
-from stepscope.workloads.knobs import nearest
+from stepscope.workloads.users_code import nearest
 from stepscope.workloads.workload import Workload
 
 # Imported only when used, because each module imports torch.

@@ -130,8 +130,7 @@ class _CompiledModule(nn.Module):  # type: ignore[misc]  # torch is not type che
 
     def __init__(self, module: nn.Module, program: _Program) -> None:
         super().__init__()
-        self._orig_mod = module
-        self._program = program
+        self._orig_mod, self._program = module, program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(self._orig_mod, "forward", self._program):

@@ -5,6 +5,7 @@ overrides attention's choice of backend, fused dropout and RMSNorm, autocast's l
 CUDA's default, and the answers of `torch.cuda`.
 """
 
+import inspect
 import textwrap
 import threading
 import traceback
@@ -18,6 +19,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
+from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.data import DataLoader
@@ -26,9 +29,9 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from stepscope.devices.limits import Device
 from stepscope.errors import UsageError
 from stepscope.planner.emulation import attention_backend as attention
-from stepscope.planner.emulation import autocast, cuda_calls, refusals
+from stepscope.planner.emulation import autocast, cuda_calls
 from stepscope.planner.emulation.device_moves import DeviceMoves
-from stepscope.planner.emulation.planned_tensor import CPU, CUDA, assume
+from stepscope.planner.emulation.planned_tensor import CPU, CUDA, assume, users_place
 from stepscope.planner.emulation.torch_support import launching_nothing
 
 aten = torch.ops.aten
@@ -111,7 +114,7 @@ class CudaDispatch:
     def _patches(self) -> Iterator[Any]:
         from torch._dynamo import eval_frame
 
-        yield from refusals.patches()
+        yield from refusals()
         yield from cuda_calls.patches(self._facts if self._is_cuda else None)
         if self._is_cuda:
             yield from autocast.patches()
@@ -230,3 +233,51 @@ def _save_on_cpu_patch(note: Callable[[str], None]) -> Any:
         self.pack_hook = counted
 
     return mock.patch.object(torch.autograd.graph.save_on_cpu, "__init__", __init__)
+
+
+ONE_DEVICE = "a plan is for one device: plan the module without it, with the batch of one device"
+DENSE = "their sizes depend on data: plan with dense tensors, or measure with stepscope bench"
+RAGGED = "plans do not support them: plan with padded tensors, or measure with stepscope bench"
+_CALLS: tuple[tuple[Any, str, str, str], ...] = (
+    (nn.DataParallel, "__init__", "torch.nn.DataParallel", ONE_DEVICE),
+    (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", ONE_DEVICE),
+    (torch.nested, "nested_tensor", "nested tensors", RAGGED),
+    (torch.nested, "as_nested_tensor", "nested tensors", RAGGED),
+    (torch.nested, "nested_tensor_from_jagged", "nested tensors", RAGGED),
+    (torch.nested, "narrow", "nested tensors", RAGGED),
+    (torch, "_nested_tensor_from_mask", "nested tensors (enable_nested_tensor)", RAGGED),
+    (torch, "sparse_coo_tensor", "sparse tensors", DENSE),
+    (torch, "sparse_csr_tensor", "sparse tensors", DENSE),
+    (torch.Tensor, "to_sparse", "sparse tensors", DENSE),
+)
+
+
+def refusals() -> Iterator[Any]:
+    """Yield patches that reject calls that no plan can follow, with their place in the program."""
+    for owner, name, what, advice in _CALLS:
+        if hasattr(owner, name):
+            yield mock.patch.object(owner, name, _refusing(what, advice))
+    for name in ("embedding", "embedding_bag"):
+        yield mock.patch.object(functional, name, _with_dense_gradient(getattr(functional, name)))
+
+
+def _refusing(what: str, advice: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UsageError(f"{what} at {users_place()}: {advice}")
+
+    return refuse
+
+
+def _with_dense_gradient(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(lookup)
+
+    def look_up(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind(*args, **kwargs).arguments
+        if named.get("sparse") and torch.is_grad_enabled() and named["weight"].requires_grad:
+            raise UsageError(
+                f"the sparse gradient of an embedding at {users_place()}: its size depends on data. Plan with "
+                "sparse=False, whose gradient is as large as the weights, or measure with stepscope bench"
+            )
+        return lookup(*args, **kwargs)
+
+    return look_up

@@ -61,9 +61,7 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
         after_op: Callable[[Any, Any, Any, Any], None],
     ) -> None:
         super().__init__()
-        self._device = device
-        self._kernels = kernels
-        self._after_op = after_op
+        self._device, self._kernels, self._after_op = device, kernels, after_op
         self._shapes = Shapes()
         self._zeros: weakref.ref[PlannedTensor] | None = None  # the last op's output, if it is zeros
         self.unseen: dict[str, str] = {}  # ops that hide their allocations, and why

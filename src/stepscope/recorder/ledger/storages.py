@@ -94,8 +94,7 @@ class Storages:
     """
 
     def __init__(self, stage: Callable[[], str], is_capped: bool = True) -> None:
-        self.stage = stage
-        self._is_capped = is_capped
+        self.stage, self._is_capped = stage, is_capped
         self.allocations: list[Allocation] = []
         self.live: dict[int, int] = {}  # storage key -> index into the allocations
         self.stages: list[Stage] = []

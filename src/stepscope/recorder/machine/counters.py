@@ -28,8 +28,7 @@ class CounterSampler:
 
     def __init__(self, nvml: Nvml, gpu: NvmlGpu, path: Path, interval_seconds: float) -> None:
         self.error: BaseException | None = None
-        self._nvml = nvml
-        self._gpu = gpu
+        self._nvml, self._gpu = nvml, gpu
         self.limits = gpu.limits()
         self._interval_ns = round(interval_seconds * 1e9)
         self._pid = os.getpid()

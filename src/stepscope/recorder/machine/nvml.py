@@ -142,8 +142,7 @@ class NvmlGpu:
     """One GPU. A reading that is not offered is None."""
 
     def __init__(self, nvml: Nvml, handle: ctypes.c_void_p) -> None:
-        self._nvml = nvml
-        self._handle = handle
+        self._nvml, self._handle = nvml, handle
         self._utilization = _Utilization()
         self._memory = _Memory()
         self._number = ctypes.c_uint()

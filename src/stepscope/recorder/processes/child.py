@@ -152,9 +152,7 @@ class Child:
     """One child process, from the import of torch to its end."""
 
     def __init__(self, options: Options, fixes: AppliedFixes | None, forked_from: Path | None = None) -> None:
-        self._options = options
-        self._fixes = fixes
-        self._forked_from = forked_from
+        self._options, self._fixes, self._forked_from = options, fixes, forked_from
         self._pid = 0
         self.session: Session | None = None
         self.sentinel = Sentinel(self._trains)

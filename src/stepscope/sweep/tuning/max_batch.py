@@ -63,9 +63,7 @@ class MaxBatch:
     """`run(point)` returns the row of the largest batch that fits, with all tries."""
 
     def __init__(self, workload: Workload[Any], runner: Runner, on_try: Callable[[int, str], None]) -> None:
-        self._workload = workload
-        self._runner = runner
-        self._on_try = on_try
+        self._workload, self._runner, self._on_try = workload, runner, on_try
 
     def run(self, point: Point) -> Row:
         """Search from the point's batch, then measure the largest batch that fits in full.

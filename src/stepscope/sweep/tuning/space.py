@@ -7,8 +7,8 @@ from typing import Any
 from stepscope.errors import UsageError
 from stepscope.sweep.grid import PRESET, Grid, Point, changed
 from stepscope.sweep.run_knobs import RUN_KNOB_NAMES, RUN_KNOBS, has_backward
-from stepscope.workloads.knobs import nearest
 from stepscope.workloads.registry import is_ours
+from stepscope.workloads.users_code import nearest
 from stepscope.workloads.workload import Value, Workload
 
 BATCH, CHECKPOINT, COMPILE, SDPA = "batch", "checkpoint", "compile", "sdpa"
