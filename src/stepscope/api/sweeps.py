@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +69,10 @@ def bench(
     points = bench_points(found, axes, None if grid is None else os.fspath(grid), paired, max_batch, limit)
     options = Options(timeout_s=positive(timeout_s, "timeout_s"), trace=trace, memory_limit_bytes=limit)
     place = place_of("bench", workload, output, resume)
-    ran = run_sweep(found, points, options, place, start, max_batch, progress, on_line)
-    if ran.is_interrupted:
+    results, is_interrupted = run_sweep(found, points, options, place, start, max_batch, progress, on_line)
+    if is_interrupted:
         raise KeyboardInterrupt
-    return sweep_of(ran.rows, ran.environments)
+    return sweep_of(results.rows, results.facts["environments"])
 
 
 def axes_of(preset: Any, set: Mapping[str, Any] | None, **named: Any) -> Axes:
@@ -109,14 +108,6 @@ def bench_points(
     return [max_batch_point(point, limit_bytes) for point in points] if max_batch else points
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ran:
-    rows: list[dict[str, Any]]  # all rows of the folder, of earlier runs too
-    environments: Mapping[str, Any]
-    statuses: tuple[str, ...]  # of the points of this run
-    is_interrupted: bool
-
-
 def run_sweep(
     workload: Workload[Any],
     points: Sequence[Point],
@@ -126,8 +117,8 @@ def run_sweep(
     searches_batch: bool,
     progress: Callable[[float], None] | None,
     on_line: Callable[[str], None] | None,
-) -> Ran:
-    """Return the rows of a sweep after running the points that have none yet; its tables are written too."""
+) -> tuple[Results, bool]:
+    """Return all rows after running the points that have none yet, and whether it was interrupted; write tables."""
     from stepscope.analysis.comparison.sweeps import varying_axes
     from stepscope.document.sweep_table import row_line
     from stepscope.sweep.runner import Runner, run_points
@@ -160,9 +151,7 @@ def run_sweep(
             except KeyboardInterrupt:
                 is_interrupted = True
         write_tables(results, place.command)
-    statuses = tuple(row["status"] for row in results.rows if row["hash"] in asked)
-    environments = results.facts["environments"]
-    return Ran(rows=results.rows, environments=environments, statuses=statuses, is_interrupted=is_interrupted)
+    return results, is_interrupted
 
 
 def write_tables(results: Results, command: str) -> None:

@@ -31,9 +31,9 @@ from stepscope.errors import UsageError, need_torch
 from stepscope.formatting import plural
 
 if TYPE_CHECKING:
-    from stepscope.api.sweeps import Ran
     from stepscope.document.model import Document
     from stepscope.sweep.grid import Point
+    from stepscope.sweep.results import Results
     from stepscope.sweep.runner import Options
     from stepscope.workloads.workload import Workload
 
@@ -82,11 +82,11 @@ def main(arguments: argparse.Namespace) -> int:
     return run_and_print(workload, points, options, arguments, "bench", _answer, searches_batch=searches)
 
 
-def _answer(ran: Ran) -> Answer:
+def _answer(results: Results) -> Answer:
     from stepscope.analysis.comparison.sweeps import sweep_json, sweep_of
     from stepscope.document.sweep_table import sweep_document
 
-    sweep = sweep_of(ran.rows, ran.environments)
+    sweep = sweep_of(results.rows, results.facts["environments"])
     return lambda: sweep_document(sweep), lambda: sweep_json(sweep)
 
 
@@ -96,7 +96,7 @@ def run_and_print(
     options: Options,
     arguments: argparse.Namespace,
     verb: str,
-    answer: Callable[[Ran], Answer],
+    answer: Callable[[Results], Answer],
     searches_batch: bool = False,
     fine: Sequence[str] = ("ok",),
 ) -> int:
@@ -106,11 +106,14 @@ def run_and_print(
     place = place_of(arguments, verb, arguments.workload)
     with Progress(plural(len(points), "point"), silent_s=0.0, resumes=True) as progress:
         tell_row = progress.above(arguments.quiet)
-        ran = run_sweep(workload, points, options, place, arguments.start, searches_batch, progress, tell_row)
-    if ran.rows:
-        print_document(*answer(ran), arguments.json, is_wide=True)
-    tell(f"stepscope: {plural(len(ran.rows), 'row')} in {place.folder}/results.jsonl, .csv, .md")
-    if ran.is_interrupted:
+        where = (place, arguments.start, searches_batch)
+        results, is_interrupted = run_sweep(workload, points, options, *where, progress, tell_row)
+    if results.rows:
+        print_document(*answer(results), arguments.json, is_wide=True)
+    tell(f"stepscope: {plural(len(results.rows), 'row')} in {place.folder}/results.jsonl, .csv, .md")
+    if is_interrupted:
         tell(f"stepscope: interrupted; continue with  {place.resume_command}")
         return EXIT_INTERRUPTED
-    return 0 if all(status in fine for status in ran.statuses) else EXIT_NOT_ALL_OK
+    asked = {point.hash for point in points}
+    is_fine = all(row["status"] in fine for row in results.rows if row["hash"] in asked)
+    return 0 if is_fine else EXIT_NOT_ALL_OK

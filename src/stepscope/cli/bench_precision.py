@@ -21,8 +21,8 @@ from stepscope.cli.support.output import fill_closed_streams
 from stepscope.errors import need_torch
 
 if TYPE_CHECKING:
-    from stepscope.api.sweeps import Ran
     from stepscope.cli.bench import Answer
+    from stepscope.sweep.results import Results
 
 FLAGS = ("mode", "dtype", "sdpa", "optimizer", "warmup", "steps", "seed", "device")
 
@@ -46,11 +46,11 @@ def main(arguments: argparse.Namespace) -> int:
     return run_and_print(workload, points, options, arguments, "precision", _answer, fine=("ok", "skipped"))
 
 
-def _answer(ran: "Ran") -> "Answer":
+def _answer(results: "Results") -> "Answer":
     from stepscope.analysis.precision.dtype_comparison import compare_dtypes
     from stepscope.document.precision import dtypes_document
 
-    found = compare_dtypes(ran.rows, ran.environments)
+    found = compare_dtypes(results.rows, results.facts["environments"])
 
     def to_json() -> dict[str, Any]:
         listed = [one.to_json() for one in found]
