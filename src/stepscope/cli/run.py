@@ -115,7 +115,6 @@ class _Run:
         self._arguments, self._windows = arguments, windows
         self._facts: dict[str, Any] = {}
         self._session: Session | None = None
-        self._fix: str | None = None
         self._fixes: AppliedFixes | None = None
         self._options: Options | None = None
         self._pid = os.getpid()
@@ -130,7 +129,7 @@ class _Run:
         from stepscope.recorder.processes.start import pass_on
         from stepscope.recorder.run_facts import file_hash, run_facts
 
-        self._fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
+        fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
         rank = int(os.environ.get("RANK", "0"))
         # Absolute, for a script that changes its working directory.
         self.folder = (self._arguments.output or _default_folder(program.name)).absolute()
@@ -157,7 +156,7 @@ class _Run:
             exit_after=self._arguments.exit_after,
             inference=self._arguments.inference,
             memory_in_full=self._arguments.memory,
-            fix=self._fix,
+            fix=fix,
             is_quiet=self._arguments.quiet,
         )
         pass_on(self._options.to_json())

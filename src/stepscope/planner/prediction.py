@@ -1,7 +1,7 @@
 """Predicts what a training step needs on a device, without that device."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from stepscope.planner.dataless_steps import Traced, trace
 from stepscope.planner.emulation.dataless import DataNeeded
 from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes
 from stepscope.recorder.clock import BACKWARD, OPTIMIZER
-from stepscope.recorder.ledger.storages import Allocation
 from stepscope.recorder.machine.environment import allows_tf32, products_in_tf32
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CannotRun
@@ -156,15 +155,21 @@ class Planner:
         if device is not None:
             verdict, retries = _verdict(events, found, traced, usable_bytes(device))
             bound, notes = lower_bound(traced, device, point.run)
-        owners, modules = _live(traced.memory["allocations"], live_at_peak(events, found, rounds))
+        owners: Counter[str] = Counter()
+        modules: Counter[str] = Counter()
+        for index, block_bytes in live_at_peak(events, found, rounds):
+            entry = traced.memory["allocations"][index]
+            owners[entry["owner"]] += entry["bytes"]
+            owners[ROUNDING] += block_bytes - entry["bytes"]
+            modules[entry["module"] or ""] += block_bytes
         return Prediction(
             device="cpu" if device is None else device.name,
             parameters=traced.num_parameters,
             flops=sum(entry["flops"] for entry in traced.flops["by_op"]),
             peak_allocated_bytes=found.peak_allocated_bytes,
             peak_reserved_bytes=None if device is None else found.peak_reserved_bytes,
-            live_at_peak=owners,
-            live_at_peak_by_module=modules,
+            live_at_peak={name: size for name, size in owners.most_common() if size},
+            live_at_peak_by_module=dict(modules.most_common()),
             peak_step=events.step_at(*found.peak_at),
             growth_bytes_per_step=events.growth_bytes(rounded if rounds else int),
             settles_at_step=found.settles_at_step,
@@ -219,19 +224,6 @@ def _verdict(events: Events, free: Replay, traced: Traced, usable: tuple[int, in
     if events.growth_bytes(rounded) * LONG_RUN_STEPS > margin * surely_usable:
         return GROWS, 0
     return NOT_KNOWN if traced.num_idle_optimizers else verdict, retries
-
-
-def _live(
-    allocations: Sequence[Allocation], live: Sequence[tuple[int, int]]
-) -> tuple[dict[str, int], dict[str, int]]:
-    owners: Counter[str] = Counter()
-    modules: Counter[str] = Counter()
-    for index, block_bytes in live:
-        entry = allocations[index]
-        owners[entry["owner"]] += entry["bytes"]
-        owners[ROUNDING] += block_bytes - entry["bytes"]
-        modules[entry["module"] or ""] += block_bytes
-    return {name: size for name, size in owners.most_common() if size}, dict(modules.most_common())
 
 
 def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:

@@ -184,9 +184,13 @@ class Stored:
 
     def recordings(self, measure: str, **values: Any) -> list[Recorded]:
         """Return the recordings of a measure, those with these values of knobs."""
-        every = self.once(
-            ("recordings", measure), lambda: [self._recorded(measure, r) for r in self.sweep(measure).rows]
-        )
+
+        def recorded(row: Mapping[str, Any]) -> Recorded:
+            folder = self.folder / measure / str(row[RECORDING]) if row.get(RECORDING) else None
+            axes = {"preset": row.get("preset"), **row["config"], **row["run"]}
+            return Recorded(axes, str(row["status"]), row.get("reason"), folder)
+
+        every = self.once(("recordings", measure), lambda: [recorded(row) for row in self.sweep(measure).rows])
         return [one for one in every if all(one.axes.get(name) == value for name, value in values.items())]
 
     def recording(self, measure: str, **values: Any) -> Recorded:
@@ -195,11 +199,6 @@ class Stored:
             said = ", ".join(f"{name}={value}" for name, value in values.items())
             raise Unavailable(f"there is no recording of {measure}{' with ' if said else ''}{said}")
         return found[0]
-
-    def _recorded(self, measure: str, row: Mapping[str, Any]) -> Recorded:
-        folder = self.folder / measure / str(row[RECORDING]) if row.get(RECORDING) else None
-        axes = {"preset": row.get("preset"), **row["config"], **row["run"]}
-        return Recorded(axes, str(row["status"]), row.get("reason"), folder)
 
     def traced(self, measure: str, record: Mapping[str, Any]) -> Session:
         """Return the trace of a row of a sweep that keeps traces, opened."""

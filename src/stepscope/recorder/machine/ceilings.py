@@ -43,31 +43,27 @@ def measure_ceilings(
     if target.type not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, not {device}")
     with torch.cuda.device(target) if target.type == "cuda" else nullcontext():
-        return _measure(target, seconds, progress)
-
-
-def _measure(device: torch.device, seconds: float, progress: Callable[[str], None]) -> dict[str, Any]:
-    flops: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    left_out: dict[str, str] = {}
-    for name in _DTYPES:
-        reason = _unsupported(name, device)
-        if reason:
-            left_out[name] = reason
-            continue
-        progress(f"matmul {name}")
-        try:
-            flops[name], sizes[name] = _best_matmul(name, device, seconds)
-        except RuntimeError as error:  # not implemented for this dtype, or out of memory
-            left_out[name] = str(error).partition("\n")[0]
-    progress("copy")
-    return {
-        "matmul_flops": flops,  # per second by dtype, 2 per multiply-add: the best median over the square sizes
-        "matmul_sizes": sizes,  # the size that reached it
-        "copy_bytes_per_s": _copy_bytes_per_s(device, seconds),  # read plus written
-        "left_out": left_out,  # the dtypes that could not be measured, and why
-        "torch_version": str(torch.__version__),
-    }
+        flops: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        left_out: dict[str, str] = {}
+        for name in _DTYPES:
+            reason = _unsupported(name, target)
+            if reason:
+                left_out[name] = reason
+                continue
+            progress(f"matmul {name}")
+            try:
+                flops[name], sizes[name] = _best_matmul(name, target, seconds)
+            except RuntimeError as error:  # not implemented for this dtype, or out of memory
+                left_out[name] = str(error).partition("\n")[0]
+        progress("copy")
+        return {
+            "matmul_flops": flops,  # per second by dtype, 2 per multiply-add: the best median over the square sizes
+            "matmul_sizes": sizes,  # the size that reached it
+            "copy_bytes_per_s": _copy_bytes_per_s(target, seconds),  # read plus written
+            "left_out": left_out,  # the dtypes that could not be measured, and why
+            "torch_version": str(torch.__version__),
+        }
 
 
 def _unsupported(name: str, device: torch.device) -> str | None:

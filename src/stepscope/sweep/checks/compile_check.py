@@ -50,14 +50,7 @@ def check(request: Request, report: Report) -> None:
         module.to(prepare.weights_dtype(run))
         module.train(run["mode"] != "inference")
     batches = [prepare.cast(batch, prepare.weights_dtype(run), device) for batch in batches]
-    _check(modules, batches, shapes, report, run)
-
-
-def _check(
-    modules: list[torch.nn.Module], batches: list[Batch], shapes: list[dict[str, Any]], report: Report, run: Any
-) -> None:
-    fields, device = report.fields, str(run["device"])
-    eager, plain = modules
+    fields, (eager, plain) = report.fields, modules
     compiled = prepare.compiled(plain, run)
     found: list[dict[str, Any]] = [{"shape": shape} for shape in shapes]
     fields["shapes"] = found
