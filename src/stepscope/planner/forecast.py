@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from stepscope.devices.limits import Device, find_device
+from stepscope.devices.limits import find_device
 from stepscope.errors import UsageError
 from stepscope.formatting import safe, size
 from stepscope.planner.hardware import CONTEXT_BYTES, hardware_of, usable_bytes
@@ -55,9 +55,6 @@ class Forecaster:
         share = point.config[BATCH] / defaults["config"][BATCH] if BATCH in point.config else 1.0
         if room_bytes is None or (peak is not None and NEAR * peak * max(1.0, float(share)) <= room_bytes):
             return None
-        return self._planned(point, device, room_bytes)
-
-    def _planned(self, point: Point, device: Device | None, room_bytes: int) -> Forecast | None:
         try:
             with users_code():
                 found = self._planner.predict(point, device)
