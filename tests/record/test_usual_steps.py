@@ -17,7 +17,7 @@ from stepscope.recorder.session import Session  # noqa: E402
 from stepscope.recorder.usual_steps import UsualSteps  # noqa: E402
 from stepscope.recorder.windows import Windows  # noqa: E402
 
-NUM_STEPS = 40
+NUM_STEPS = 16
 
 
 def _collect_garbage() -> None:
@@ -182,8 +182,11 @@ def _facts(lines: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("window", ["free", "clean"])
-@pytest.mark.parametrize("collects", [False, True], ids=["", "collects_garbage"])
-@pytest.mark.parametrize("do", LOOPS, ids=lambda do: do.__name__)
+@pytest.mark.parametrize(
+    ("do", "collects"),
+    [*((do, False) for do in LOOPS), (plain, True), (accumulates, True), (closure, True)],
+    ids=lambda value: getattr(value, "__name__", "collects_garbage" if value else ""),
+)
 def test_usual_steps_are_recorded_as_any_others(do, collects, window, tmp_path, monkeypatch):
     windows = Windows(warmup=2, clean=1 if window == "free" else NUM_STEPS, trace=0, memory=0)
     cheap = _record(tmp_path / "cheap", do, windows, collects)
