@@ -6,8 +6,9 @@
 
 Each case runs bare with N steps, bare with 2N, and under Stepscope with N, in turns. The true time of a step is
 (T(2N) − T(N)) / N: start and shutdown cancel, and whatever happens between steps is in it. The spread is that of the
-turns; CPU ms is the same of processor time, which other load on the machine hardly changes. A case of the own corpus
-gets as many steps as take `--seconds`.
+turns; CPU ms is the same of processor time, which other load on the machine hardly changes. Public scripts have few
+steps: where imports take seconds, `--times 8` gives them 8 times as many. A case of the own corpus gets as many steps
+as take `--seconds`.
 
 Exit code 1 if a bar is missed: steps or work per step unequal to the truth; throughput off by more than 5 % and
 outside the truth's spread; time rows that do not sum to the wall clock within 1 %; another exit code or standard
@@ -122,6 +123,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this case; may be repeated")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the recordings and results.jsonl here")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="turns of each case (default 3)")
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="N times the steps of a public case")
     parser.add_argument("--seconds", type=float, default=3.0, help="training time of an own case (default 3)")
     parser.add_argument(
         "--steady", action="store_true", help="also 2N steps under Stepscope: what a later step costs"
@@ -158,7 +160,7 @@ def _jobs(options: argparse.Namespace, scratch: Path) -> Iterator[Job]:
     if options.scripts is not None:
         for case in json.loads((options.shared / "cases.json").read_text())["cases"]:
             if _wanted(options, case["name"]) and _installed(case["name"], case["pip"]):
-                yield _public_job(case, options, scratch)
+                yield _public_job(_longer(case, options.times), options, scratch)
     if options.own:
         for own in CASES:
             if _wanted(options, own.id) and _installed(own.id, own.needs):
@@ -180,6 +182,32 @@ def _installed(name: str, packages: list[str] | tuple[str, ...]) -> bool:
     if missing:
         print(f"{name}: left out, {', '.join(missing)} not installed", flush=True)
     return not missing
+
+
+def _longer(case: dict[str, Any], times: int) -> dict[str, Any]:
+    """Return a case with so many times the steps: where N and 2N steps differ in a number, it goes on that way."""
+
+    def words(units: int) -> list[str]:
+        return [_extrapolated(*pair, units) for pair in zip(case["argv"], case["argv_double"])]
+
+    added = case["steps_double"] - case["steps"]
+    steps = case["steps"] + added * (times - 1)
+    return {
+        **case,
+        **{"argv": words(times), "argv_double": words(2 * times)},
+        **{"steps": steps, "steps_double": steps + added * times},
+    }
+
+
+def _extrapolated(once: str, twice: str, units: int) -> str:
+    """Return the word of a command with `units` times the steps.
+
+    >>> _extrapolated("--max_iters=99", "--max_iters=199", 4)
+    '--max_iters=399'
+    """
+    numbers = [[int(number) for number in re.findall(r"\d+", word)] for word in (once, twice)]
+    values = iter([a + (b - a) * (units - 1) for a, b in zip(*numbers)])
+    return re.sub(r"\d+", lambda _: str(next(values)), once) if once != twice else once
 
 
 def _public_job(case: dict[str, Any], options: argparse.Namespace, scratch: Path) -> Job:

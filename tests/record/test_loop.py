@@ -1,4 +1,4 @@
-"""Optimizers are told apart by the parameters they change."""
+"""Which modules and optimizers make up a loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.recorder.step_ends import Owners  # noqa: E402  it needs torch, which may be missing
+from stepscope.recorder.session import Session  # noqa: E402  it needs torch, which may be missing
+from stepscope.recorder.step_ends import Owners  # noqa: E402
+from stepscope.recorder.windows import Windows  # noqa: E402
 
 
 def test_a_new_optimizer_for_the_same_parameters_is_the_same_and_a_reused_id_is_not():
@@ -19,3 +21,19 @@ def test_a_new_optimizer_for_the_same_parameters_is_the_same_and_a_reused_id_is_
     # As if the first model had been released, and the second had got its address.
     owners._numbers[id(models[1].weight)] = owners._numbers.pop(id(models[0].weight))
     assert len({known, owners.number(second), owners.number(third)}) == 3
+
+
+def test_a_transform_of_the_data_that_is_a_module_is_no_model(tmp_path):
+    transform, model = torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(tmp_path, windows=Windows(warmup=2, clean=3, trace=0, memory=0), facts={})
+    session.start()
+    for _ in range(8):
+        batch = torch.stack([transform(torch.zeros(1, 2, 4))[0] for _ in range(4)])
+        model(batch).mean().backward()
+        optimizer.step()
+    session.close("finished")
+
+    text = (tmp_path / "samples.jsonl").read_text()
+    assert "restart" not in text and "lead" not in text
+    assert text.count('"num_samples": 4,') == 8

@@ -47,7 +47,7 @@ class Roots:
         return CallHooks(module, self._begin, self._end, self._usual)
 
     def await_first_call(self) -> None:
-        """Treat the first module that is called as a root."""
+        """Treat the first module with parameters that is called as a root."""
         self._first_call = ModuleCalls(self._called)
 
     def await_call_with(self, parameter: nn.Parameter) -> None:
@@ -58,6 +58,8 @@ class Roots:
                 self._first_call = ModuleCalls(self._called)
 
     def _called(self, module: nn.Module) -> None:
+        if not any(True for _ in module.parameters()):
+            return  # a transform of the data, say
         if self._awaited:
             inside = {id(parameter) for parameter in module.parameters()}
             left = [awaited for awaited in self._awaited if id(awaited()) not in inside]
