@@ -145,8 +145,9 @@ def epochs_of_two(step: int, training: Training) -> None:
 
 
 def two_models(step: int, training: Training) -> None:
-    training.backward(_batch(step))
-    training.other(_batch(step)).mean().backward()
+    batch = _batch(step)
+    training.backward(batch)
+    training.other(batch).mean().backward()
     training.update()
 
 

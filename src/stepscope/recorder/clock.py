@@ -186,11 +186,11 @@ class Clock:
         if self.on_range is not None:
             self.on_range(label)
 
-    def begin_step(self, at_ns: int | None = None) -> None:
-        """Start a step, now or at the given time."""
+    def begin_step(self) -> None:
+        """Start a step."""
         self._stretches = []
         self._first_event = None if self._device is None else self._record()
-        self._cut_ns = self._start_ns = self._now() if at_ns is None else at_ns
+        self._cut_ns = self._start_ns = self._now()
 
     @property
     def start_ns(self) -> int:

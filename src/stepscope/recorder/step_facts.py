@@ -16,6 +16,7 @@ GradientState = Callable[[nn.Module], tuple[Any, ...]]
 MAX_INPUTS = 64  # compared with a new one; an episode can have thousands
 
 
+Inputs = list[tuple[weakref.ref[torch.Tensor], int]]  # of the calls of a step so far, each with the id of its root
 # A forward of a usual step: its root (id and reference), its batch, its first input, whether that was seen before.
 Forward = tuple[int, weakref.ref[nn.Module], BatchSize, "weakref.ref[torch.Tensor] | None", bool]
 
@@ -37,7 +38,7 @@ class StepFacts:
         # root -> tokens, samples of a forward without a backward yet, and the root itself
         self._waiting: dict[int, tuple[int, int, weakref.ref[nn.Module]]] = {}
         self._gradients: dict[int, tuple[Any, ...]] = {}  # of the roots, before the backward
-        self._inputs: list[tuple[weakref.ref[torch.Tensor], int]] = []  # of the calls so far, each with its root
+        self._inputs: Inputs = []
 
     def give(self, tokens: int | None = None, loss: Any = None) -> None:
         """Note what the script said about its step."""
@@ -79,7 +80,7 @@ class StepFacts:
         if before is None or num_samples == 1 or num_tokens:
             given = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(given, torch.Tensor):
-                if self._inputs and self._is_known(given, key):
+                if self._inputs and is_known(given, key, self._inputs):
                     return size.num_samples
                 self._inputs.append((weakref.ref(given), key))
         if before is not None:
@@ -94,9 +95,6 @@ class StepFacts:
             self._inputs.append((given, key))
         if not is_known:
             self._waiting[key] = size.num_tokens or 0, size.num_samples or 0, root
-
-    def _is_known(self, given: torch.Tensor, key: int) -> bool:
-        return any(by == key and is_same_input(seen(), given) for seen, by in self._inputs[-MAX_INPUTS:])
 
     def backward_begins(self, gradients: GradientState) -> None:
         """Count the forward that waits for a backward; of several, remember the gradients of their models."""
@@ -142,7 +140,12 @@ class Gradients:
         return tuple(None if grad is None else (id(grad), grad._version) for grad in gradients)
 
 
-def is_same_input(seen: torch.Tensor | None, given: torch.Tensor) -> bool:
+def is_known(given: torch.Tensor, key: int, inputs: Inputs) -> bool:
+    """Return whether the same root was called with the same data before."""
+    return any(by == key and _is_same(seen(), given) for seen, by in inputs[-MAX_INPUTS:])
+
+
+def _is_same(seen: torch.Tensor | None, given: torch.Tensor) -> bool:
     """Return whether an input that is still alive has the same data: itself, or detached from its graph."""
     if seen is None or seen.shape != given.shape:
         return False

@@ -15,12 +15,11 @@ from torch import nn
 
 from stepscope.recorder.clock import BEFORE_FORWARD, DATA, OTHER, UNATTRIBUTED, Clock
 from stepscope.recorder.model import batch_size
-from stepscope.recorder.step_facts import Forward, is_same_input
+from stepscope.recorder.step_facts import Forward, Inputs, is_known
 
 INTERPRET_NS = 250_000_000
-MOST_NOTED = 1024  # steps
-MAX_REST = 64
-LEAST_IN_A_ROW = 8
+# After fewer usual steps in a row than this, the next ones take the long way: twice as many each time, up to a limit.
+LEAST_IN_A_ROW, MAX_REST = 8, 64
 
 _FORWARD, _BACKWARD, _BACKWARD_ENDED, _DATA, _DATA_ENDED, _OPTIMIZER, _END = range(7)
 _Event = tuple[int, int, Any]  # one of these, when, and what is known about it
@@ -55,7 +54,7 @@ class UsualSteps:
         """Called at the end of a step when all that was noted has been interpreted."""
         self._loop, self._clock = loop, clock
         self._events: list[_Event] = []
-        self._inputs: list[weakref.ref[torch.Tensor]] = []  # of the open step
+        self._inputs: Inputs = []  # of the open step
         self._thread: int | None = None
         self._optimizer: Callable[[], Any] = lambda: None
         self._owner = 0
@@ -64,14 +63,14 @@ class UsualSteps:
         self._num_in_a_row = self._rest = self._num_rested = 0
 
     def start(self, thread: int | None, optimizer: Any, owner: int, in_full: bool, most_steps: int) -> None:
-        """Note events from here, the beginning of a step."""
+        """Note events from here, the beginning of a step; interpret them after `most_steps` at the latest."""
         if self._num_rested < self._rest:
             self._num_rested += 1
             return
         self.is_on = True
         self._thread, self._owner, self.in_full = thread, owner, in_full
         self._optimizer = weakref.ref(optimizer)
-        self._num_left = min(MOST_NOTED, most_steps)
+        self._num_left = most_steps
         self._due_ns = 0 if in_full else time.perf_counter_ns() + INTERPRET_NS
 
     def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -79,15 +78,13 @@ class UsualSteps:
             return False
         now = time.perf_counter_ns()
         self.is_inside = self._waits = True
-        given, is_known = args[0] if args else next(iter(kwargs.values()), None), False
+        key, seen, was_seen = id(root), None, False
+        given = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(given, torch.Tensor):
-            for seen in self._inputs:
-                is_known = is_known or is_same_input(seen(), given)
-            given = weakref.ref(given)
-            self._inputs.append(given)
-        else:
-            given = None
-        forward = id(root), weakref.ref(root), batch_size(args, kwargs), given, is_known
+            was_seen = bool(self._inputs) and is_known(given, key, self._inputs)
+            seen = weakref.ref(given)
+            self._inputs.append((seen, key))
+        forward = key, weakref.ref(root), batch_size(args, kwargs), seen, was_seen
         self._events.append((_FORWARD, now, forward))
         return True
 
@@ -219,7 +216,8 @@ class UsualSteps:
         if waiting is not None:
             return False
         self.step_ended(start_ns, cut_ns, host_ns, (num_tokens, num_samples, num_passes))
-        self._clock.begin_step(cut_ns)
+        self._clock.stand_at(cut_ns)
+        self._clock.begin_step()
         return True
 
     def _replay(self, events: list[_Event]) -> None:
