@@ -2,6 +2,7 @@
 
 import shlex
 
+from stepscope.document.ledger import ledger_parts, limit_text
 from stepscope.document.model import Document, Fact, Facts, FindingCard, Findings, Part, Section, Table
 from stepscope.document.tables import columns_of
 from stepscope.findings.diagnose import Diagnosis
@@ -10,6 +11,7 @@ from stepscope.findings.fixes import FIXES
 from stepscope.findings.what_if import WhatIf
 from stepscope.formatting import duration, percent, plural
 
+MUCH_UNCLAIMED = 0.1  # of a step; a step that loses more for unknown reasons is not healthy
 LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a problem, even if no rule names it
 
 
@@ -19,7 +21,10 @@ def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Do
     step = "The step time is unknown."
     if diagnosis.step_ns is not None:
         step = f"A step takes {duration(diagnosis.step_ns, 3)} ({how})."
-    return Document("Diagnosis", step, (Section("findings", "Findings", (findings_part(diagnosis, recording),)),))
+    sections = [Section("findings", "Findings", (findings_part(diagnosis, recording),))]
+    if diagnosis.ledger is not None:
+        sections.append(Section("ledger", "Ledger", tuple(ledger_parts(diagnosis.ledger))))
+    return Document("Diagnosis", step, tuple(sections))
 
 
 def findings_part(diagnosis: Diagnosis, recording: str | None = None) -> Findings:
@@ -41,6 +46,13 @@ def findings_part(diagnosis: Diagnosis, recording: str | None = None) -> Finding
 
 def _summary(diagnosis: Diagnosis) -> str:
     found = f"{plural(len(diagnosis.findings), 'problem')} found." if diagnosis.findings else "No problems found."
+    if not diagnosis.findings and diagnosis.ledger is not None:
+        share = diagnosis.unclaimed_ns / diagnosis.ledger.step_ns
+        if share >= MUCH_UNCLAIMED:
+            found = (
+                f"No single cause found, but {percent(share)} of the step is lost in small parts (see the ledger)."
+            )
+        found = f"{found} {limit_text(diagnosis.ledger)}"
     checks = f"{plural(len(diagnosis.clean), 'check')} passed, {len(diagnosis.unchecked)} could not run."
     busy = diagnosis.gpu_busy_share
     if diagnosis.findings or busy is None or busy >= LOW_BUSY_SHARE:

@@ -6,11 +6,14 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from stepscope.analysis.time.ledger import Ledger
 from stepscope.display import Shown
 from stepscope.errors import WRONG_KIND, Unavailable, UsageError, if_available, wrong_kind
 from stepscope.findings import rules
+from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Finding
 from stepscope.findings.rule import RULES
+from stepscope.findings.unclaimed import UNCLAIMED, unclaimed_time
 from stepscope.formatting import whole_percent
 from stepscope.session.case import Case
 
@@ -24,7 +27,7 @@ class Rule:
 
     id: str  # its name
     question: str  # the first line of its docstring
-    check: Callable[[Case], list[Finding]]
+    check: Callable[..., list[Finding]]  # of the case
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Diagnosis(Shown):
     binds: str  # the bottleneck, as a sentence
     gpu_busy_share: float | None  # GPU busy time ÷ step time; None without GPU work
     warnings: tuple[str, ...]  # problems with the trace
+    ledger: Ledger | None = None  # the step split without remainder; None without GPU work
+    unclaimed_ns: float = 0.0  # losses and unknown time of the ledger that no finding explains, per step
 
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain values (docs/diagnose.md)."""
@@ -62,13 +67,16 @@ class Diagnosis(Shown):
             "clean": list(self.clean),
             "unchecked": [asdict(one) for one in self.unchecked],
             "suppressed": list(self.suppressed),
+            "ledger": None if self.ledger is None else self.ledger.to_json(),
+            "unclaimed_ms": self.unclaimed_ns / 1e6,
         }
 
 
 def all_rules() -> list[Rule]:
     for module in iter_modules(rules.__path__, f"{rules.__name__}."):
         import_module(module.name)
-    return [Rule(id, (check.__doc__ or "").splitlines()[0], check) for id, check in sorted(RULES.items())]
+    every: dict[str, Callable[..., list[Finding]]] = {**RULES, UNCLAIMED: unclaimed_time}
+    return [Rule(id, (check.__doc__ or "").splitlines()[0], check) for id, check in sorted(every.items())]
 
 
 def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
@@ -79,7 +87,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     findings: list[Finding] = []
     clean, unchecked = [], []
     for rule in every:
-        if rule.id in suppressed:
+        if rule.id in suppressed or rule.id == UNCLAIMED:
             continue
         try:
             found = [replace(finding, id=rule.id) for finding in rule.check(case)]
@@ -96,9 +104,20 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             clean.append(rule.id)
     step_ns = if_available(lambda: case.step_ns)
     busy_share = if_available(lambda: min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None)
-    for place, finding in enumerate(findings):
-        if step_ns is not None and finding.saving_ns is not None:  # no saving exceeds the step
-            findings[place] = replace(finding, saving_ns=min(finding.saving_ns, step_ns))
+    ledger, unclaimed_ns = None, 0.0
+    try:
+        ledger = case.ledger
+        claims = Claims(ledger)
+        claimed = [claims.claimed(finding) for finding in findings]
+        findings = [finding for finding in claimed if _is_kept(finding, case)]
+        clean += sorted({one.id for one in claimed} - {one.id for one in findings})
+        unclaimed_ns = sum(claims.unclaimed().values())
+        if UNCLAIMED not in suppressed:
+            unexplained = unclaimed_time(case, claims)
+            findings += unexplained
+            clean += [] if unexplained else [UNCLAIMED]
+    except Unavailable as reason:
+        unchecked += [] if UNCLAIMED in suppressed else [Unchecked(UNCLAIMED, str(reason))]
     try:
         warnings = (*case.notes, *case.account.warnings)
     except Unavailable as reason:
@@ -108,13 +127,20 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         step_ns=step_ns,
         is_measured=case.clean_ns is not None,
         findings=tuple(findings),
-        clean=tuple(clean),
+        clean=tuple(sorted(clean)),
         unchecked=tuple(unchecked),
         suppressed=tuple(sorted(suppressed)),
         binds=_binds(case, busy_share),
         gpu_busy_share=busy_share,
         warnings=warnings,
+        ledger=ledger,
+        unclaimed_ns=unclaimed_ns,
     )
+
+
+def _is_kept(finding: Finding, case: Case) -> bool:
+    """Return whether a finding is still worth reporting after its saving was cut to what the ledger holds."""
+    return finding.saving_ns is None or finding.saving_bytes is not None or case.is_worth(finding.saving_ns)
 
 
 def _binds(case: Case, busy_share: float | None) -> str:

@@ -1,7 +1,7 @@
 """A finding: one cause, its cost, and the fix."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from stepscope.formatting import duration, percent, safe, size
@@ -30,6 +30,9 @@ class Finding:
     confidence: Confidence = "high"
     places: tuple[tuple[int, int], ...] = ()
     """Where to look in the trace, most relevant first: up to 20 pairs of `start_ns` and `end_ns` on its clock."""
+    rows: tuple[str, ...] = ()  # rows of the ledger that it is about, other than GPU work that its fix changes
+    claims: Mapping[str, float] = field(default_factory=dict)
+    """Rows of the ledger that it explains, in ns per step; `saving_ns` is at most their sum. Set by `diagnose`."""
     is_provable: bool = True  # whether this finding's fix is the one that `stepscope verify` applies for the rule
     id: str = ""  # the rule's id, set by `diagnose`
 
@@ -41,7 +44,8 @@ class Finding:
         fields = asdict(self)
         saving_ns = fields.pop("saving_ns")
         order = ("id", "sentence", "saving_ms", "saving_bytes", "upper_bound", "confidence", "fix", "derived",
-                 "falsified_by", "places", "evidence")  # fmt: skip
+                 "falsified_by", "claims", "places", "evidence")  # fmt: skip
+        fields["claims"] = {f"{row}_ms": ns / 1e6 for row, ns in self.claims.items()}
         fields["saving_ms"] = None if saving_ns is None else saving_ns / 1e6
         fields["places"] = [{"start_ns": start_ns, "end_ns": end_ns} for start_ns, end_ns in self.places]
         return {name: fields[name] for name in order}

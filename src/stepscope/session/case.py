@@ -12,7 +12,7 @@ from stepscope.analysis.attention.backends import DISPATCHER, attention_calls, h
 from stepscope.analysis.compiler.compiled_regions import compiled_regions, entering
 from stepscope.analysis.kernels.copies import copies
 from stepscope.analysis.kernels.extra_work import nan_checks, recomputed
-from stepscope.analysis.kernels.fusible import chains, logits
+from stepscope.analysis.kernels.fusible import logits, segments, with_fused_ns
 from stepscope.analysis.kernels.kernels import kernel_sizes
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.account import account as account_for_memory
@@ -24,13 +24,15 @@ from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.structure.work import with_sizes, work
 from stepscope.analysis.time.idle_causes import idle_gaps
+from stepscope.analysis.time.ledger import Facts as LedgerFacts
+from stepscope.analysis.time.ledger import Ledger, ledger
 from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
 from stepscope.analysis.time.waits import round_trips, waits
-from stepscope.analysis.time.what_if import stretches, without
+from stepscope.analysis.time.what_if import Saving, stretches, without
 from stepscope.devices import Device, find_device
-from stepscope.errors import Unavailable
+from stepscope.errors import Unavailable, if_available
 from stepscope.formatting import duration, plural, whole_percent
 from stepscope.session.places import Places, places_of_stretches, places_of_work
 from stepscope.trace.recording import Recording
@@ -223,11 +225,28 @@ class Case:
         return logits(self.sized)
 
     @cached_property
-    def chains(self) -> pl.DataFrame:
-        """Chains of elementwise work, neither of attention nor of the loss (`analysis/kernels/fusible.py`)."""
-        others = [table["event"] for table in (self.handwritten_attention, self.logits)]
-        in_attention = self.work.filter(pl.col("root_op").cast(pl.String) == DISPATCHER)["event"]
-        return chains(self.sized, {event for events in (*others, in_attention) for event in events})
+    def _in_attention(self) -> frozenset[int]:
+        """The work of attention that is written by hand or runs as separate ops."""
+        dispatched = self.work.filter(pl.col("root_op").cast(pl.String) == DISPATCHER)
+        return frozenset({*self.handwritten_attention["event"], *dispatched["event"]})
+
+    @cached_property
+    def segments(self) -> pl.DataFrame:
+        """Work that one pass over memory could do, apart from attention (`analysis/kernels/fusible.py`)."""
+        return with_fused_ns(segments(self.work, self._in_attention), if_available(lambda: self.device))
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The step split into the least time that its work needs and every loss (`analysis/time/ledger.py`)."""
+        again = frozenset(self.recomputed["events"].explode().drop_nulls())
+        device = if_available(lambda: self.device)
+        tables = (self.work, self.segments, self.attention, self._in_attention, again, self.idle)
+        sizes = (self.recording.facts.get("parameters") or {}).get("bytes_by_dtype") if self.has_recording else None
+        facts = LedgerFacts(*tables, device, sum(sizes.values()) * self.num_steps if sizes else None)
+        loop = self.summary.loop if self.has_recording else None
+        between_ns = sum(loop.between_ns.values()) if loop is not None else 0.0
+        mean_ns = max(self.step_ns, loop.step_ns - between_ns) if loop is not None else self.step_ns
+        return ledger(facts, self.step_ns, self.num_steps, between_ns, mean_ns - self.step_ns)
 
     @cached_property
     def casts(self) -> pl.DataFrame:
@@ -303,18 +322,18 @@ class Case:
         held = self.idle.filter(pl.col("cause").cast(pl.String).is_in(["queued", "unknown"]))
         return max(0.0, self.step.done_ns - self.busy_ns - length_ns(held) / self.num_steps)
 
-    def saving_ns(self, change: Change) -> float:
+    def saving_ns(self, change: Change) -> Saving:
         """Return what a change saves per step."""
         has_host = change.host is not None and change.host.height
         if not (has_host or change.duration_ns or change.gone or change.unwaited):
-            return 0.0
+            return Saving(0.0, change)
         changed = self.replay.play(replace(change, profiler_ns_per_event=self.profiler_ns_per_event))
-        return max(0.0, self.step.done_ns - changed.done_ns)
+        return Saving(max(0.0, self.step.done_ns - changed.done_ns), change)
 
     def is_worth(self, saving_ns: float) -> bool:
         return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns
 
-    def host_saving_ns(self, spans: pl.DataFrame) -> float:
+    def host_saving_ns(self, spans: pl.DataFrame) -> Saving:
         """Return what a step saves without some spans of host time."""
         return self.saving_ns(Change(host=stretches(spans)))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Imported because it registers formulas, like the others.
 from stepscope.analysis.costs import layer_formulas, matmul_formulas  # noqa: F401
-from stepscope.analysis.costs.op_calls import FORMULAS, Call, NotKnown, Operand, Tensor
+from stepscope.analysis.costs.op_calls import FORMULAS, Call, NotKnown, Operand, Tensor, Work
 from stepscope.analysis.costs.traffic_formulas import FREE
 
 if TYPE_CHECKING:
@@ -78,20 +78,45 @@ def op_cost(
 
 @lru_cache(maxsize=1024)
 def _op_cost(name: str, parameter_dtype: str | None, *texts: str | None) -> OpCost:
-    shapes, dtypes, strides, inputs = texts
     base = name.removeprefix("aten::")
     if base in FREE:
         return OpCost(0, 0, 0, None)
-    if base not in FORMULAS or (base == name and "::" not in name):
-        return UNKNOWN
-    function, arguments = FORMULAS[base]
     try:
-        given = _operands(shapes, dtypes, strides, parameter_dtype if base.startswith(_ON_PARAMETERS) else None)
-        work = function(Call(base, given, argument_values(inputs), arguments))
+        work = _work(name, parameter_dtype, *texts)
     except NotKnown:
         # Only the ops in `matmul_formulas` multiply matrices.
-        return UNKNOWN if function.__module__ == matmul_formulas.__name__ else OpCost(0, None, None, None)
+        is_plain = base in FORMULAS and FORMULAS[base][0].__module__ != matmul_formulas.__name__
+        return OpCost(0, None, None, None) if is_plain and _is_aten(name) else UNKNOWN
     return OpCost(_sound(work.flops), _total(work.reads), _total(work.writes), work.dtype)
+
+
+def _is_aten(name: str) -> bool:
+    return "::" in name
+
+
+def _work(name: str, parameter_dtype: str | None, *texts: str | None) -> Work:
+    shapes, dtypes, strides, inputs = texts
+    base = name.removeprefix("aten::")
+    if base not in FORMULAS or not _is_aten(name):
+        raise NotKnown
+    function, arguments = FORMULAS[base]
+    given = _operands(shapes, dtypes, strides, parameter_dtype if base.startswith(_ON_PARAMETERS) else None)
+    return function(Call(base, given, argument_values(inputs), arguments))
+
+
+def op_tensors(name: str, *texts: str | None) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Return the tensors that an op reads and writes, from the texts that `op_cost` takes; None if unknown."""
+    return None if _is_too_long(name, *texts) else _op_tensors(name, *texts)
+
+
+@lru_cache(maxsize=1024)
+def _op_tensors(name: str, *texts: str | None) -> tuple[list[Tensor], list[Tensor]] | None:
+    try:
+        work = _work(name, None, *texts)
+    except NotKnown:
+        return None
+    is_known = _total(work.reads) is not None and _total(work.writes) is not None
+    return (work.reads, work.writes) if is_known else None
 
 
 def op_costs(ops: pl.DataFrame, *, parameter_dtype: str | None = None) -> pl.DataFrame:

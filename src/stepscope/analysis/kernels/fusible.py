@@ -1,20 +1,25 @@
-"""Work that one fused kernel could do: passes over full logits, and chains of elementwise kernels on one tensor."""
+"""Work that one fused kernel could do: passes over full logits, and the work between two products."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterator
+from itertools import groupby
 from math import prod
 from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.op_calls import ITEM_BYTES, Operand, Tensor
-from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.costs.attainable_rates import fused_ns
+from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
+from stepscope.analysis.costs.op_costs import COLUMNS, op_tensors, operands
 from stepscope.analysis.structure.work import product
+from stepscope.devices import Device
 
 LEAST_VOCABULARY = 4096
+_LEAST_USED = 0.75  # of the logits that a product makes, the share that a loss must use to be theirs
 _LOSS = ("log_softmax", "prepare_softmax_online", "cross_entropy")
 _LOGITS = {
-    "num_tokens": pl.Int64(), "vocabulary": pl.Int64(), "item_bytes": pl.Int64(), "event": pl.Int64(),
+    "num_tokens": pl.Int64(), "vocabulary": pl.Int64(), "item_bytes": pl.Int64(), "num_elements": pl.Int64(),
+    "event": pl.Int64(),
     "op": pl.String(), "phase": pl.String(), "duration_ns": pl.Int64(), "is_product": pl.Boolean(),
     "is_loss": pl.Boolean(),
 }  # fmt: skip
@@ -45,13 +50,18 @@ def logits(sized: pl.DataFrame) -> pl.DataFrame:
             tensors = [one for one in given if isinstance(one, Tensor)]
             made.setdefault(key, ITEM_BYTES.get(tensors[0].dtype or "", 4))
     found: list[dict[str, Any]] = []
-    for num_elements, vocabulary in in_loss & made.keys():
-        item_bytes = made[num_elements, vocabulary]
-        whole = {"num_tokens": num_elements // vocabulary, "vocabulary": vocabulary, "item_bytes": item_bytes}
+    for (num_made, vocabulary), item_bytes in made.items():
+        # A language model drops the last token of each text before the loss.
+        used = {num for num, words in in_loss if words == vocabulary and num_made * _LEAST_USED <= num <= num_made}
+        if not used:
+            continue
+        whole = {"num_tokens": num_made // vocabulary, "vocabulary": vocabulary, "item_bytes": item_bytes}
         for row in rows:
-            if prod(row["shape"]) == num_elements and vocabulary in row["shape"][-2:]:
+            num_elements = prod(row["shape"])
+            if num_elements in {num_made, *used} and vocabulary in row["shape"][-2:]:
                 is_product = product(row["op"], operands(row["shapes"], None)) is not None
-                found.append({**row, **whole, "is_product": is_product, "is_loss": _is_loss(row)})
+                facts = {"num_elements": num_elements, "is_product": is_product, "is_loss": _is_loss(row)}
+                found.append({**row, **whole, **facts})
     return pl.DataFrame(found, schema=_LOGITS)
 
 
@@ -60,104 +70,104 @@ def _is_loss(row: dict[str, Any]) -> bool:
     return any(word in f"{row['op']} {row['name']}" for word in _LOSS)
 
 
-LEAST_LENGTH = 3  # minimum number of kernels; two in a row occur in any model
-_SMALL = 1 / 32  # smaller tensors, as a share of the chain's, are part of it: row means, scales
-_ALONG = ("memset_memcpy",)
-_WITH_WEIGHT = {f"aten::{name}" for name in ("linear", "matmul", "mm", "addmm", "conv1d", "conv2d", "conv3d")}
-_CHAINS = {
+FUSIBLE = ("elementwise", "reduction", "copy_cast", "norm", "softmax", "memset_memcpy", "triton_fused")
+"""Classes of kernels that a compiler merges with their neighbors."""
+_SEGMENTS = {
     "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
     "ops": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(), "fused_bytes": pl.Int64(),
-    "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
+    "norm_bytes": pl.Int64(), "unknown_ns": pl.Int64(), "duration_ns": pl.Int64(), "is_compiled": pl.Boolean(),
+    "events": pl.List(pl.Int64()), "last": pl.Int64(),
 }  # fmt: skip
 
 
-@dataclass
-class _Chain:
-    first: dict[str, Any]
-    num_elements: int
-    members: list[dict[str, Any]] = field(default_factory=list)
-    work: list[dict[str, Any]] = field(default_factory=list)
-    length: int = 0
+def segments(work: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
+    """Return GPU work between two products, attentions or transfers of a stream and phase, by time; `others` are
+    events that end a segment.
 
-
-def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
-    """Return chains by time, from work with sizes (`with_sizes`); `others` are events that end a chain.
-
-    A chain is work of one stream and phase on tensors of one size: elementwise ops and reductions of the last
-    dimension, with only casts, fills and small tensors between. `fused_bytes` is what they read
-    that none of them wrote, plus the last result; a tensor read twice counts twice, so it is never too low.
+    A fused program makes one pass over memory where a segment makes many. `fused_bytes` is what that pass moves: each
+    tensor that it reads and did not write, once, and its last result of each size. A trace does not tell tensors
+    apart, so those of as many elements stand for one another, except within an op. Norms take more than one pass
+    even if compiled: `norm_bytes` are those of their ops. `unknown_ns` is the time of ops with unknown tensors.
     """
-    taken = set(others)
-    rows: list[tuple[Any, ...]] = []
-    ordered = sized.sort("device", "stream", "start_ns").with_columns(pl.col(pl.Categorical).cast(pl.String))
-    chain: _Chain | None = None
-    for row in ordered.iter_rows(named=True):
-        role = "end" if row["event"] in taken or row["phase"] == "optimizer" else _role(row)
-        num_elements = prod(row["shape"]) if row["shape"] else 0
-        # A product casts its weight before its input: only the input's cast can end the chain.
-        is_of_product = role == "cast" and row["root_op"] in _WITH_WEIGHT
-        if chain is not None and is_of_product and num_elements != chain.num_elements:
+    ends = set(others)
+    order = work.sort("device", "stream", "start_ns", "event").with_columns(pl.col(pl.Categorical).cast(pl.String))
+    order = order.with_columns(pl.col("class").cast(pl.String))
+    found = [
+        _segment(list(rows))
+        for key, rows in groupby(_numbered(order.iter_rows(named=True), ends), lambda row: row["segment"])
+        if key is not None
+    ]
+    return pl.DataFrame([row for row in found if row], schema=_SEGMENTS, orient="row")
+
+
+def with_fused_ns(found: pl.DataFrame, device: Device | None) -> pl.DataFrame:
+    """Return segments with `fused_ns`, what one compiled kernel in their place takes; null for an unknown device."""
+    if device is None:
+        return found.with_columns(pl.lit(None, pl.Float64).alias("fused_ns"))
+    sizes = found.select("fused_bytes", "norm_bytes").iter_rows()
+    times_ns = pl.Series("fused_ns", [fused_ns(device, *pair) for pair in sizes], pl.Float64)
+    return found.with_columns(times_ns + pl.col("unknown_ns"))
+
+
+def is_fusible(row: dict[str, Any]) -> bool:
+    """Return whether a compiler could merge a piece of work with its neighbors."""
+    # Helpers of a product are the product's; adding to a weight's gradient is the engine's own work.
+    if row["class"] not in FUSIBLE or row["phase"] == "optimizer" or row["call_flops"]:
+        return False
+    is_accumulated = row["phase"] == "backward" and row["op"] == row["root_op"] == "aten::add_"
+    return not is_accumulated and (row["kind"] != "memcpy" or "DtoD" in row["name"])
+
+
+def _numbered(rows: Iterator[dict[str, Any]], ends: set[int]) -> Iterator[dict[str, Any]]:
+    """Return each row with the number of its `segment`, None for work that ends one."""
+    number, last = 0, None
+    for row in rows:
+        place = tuple(row[key] for key in ("device", "stream", "phase", "step"))
+        is_part = row["event"] not in ends and is_fusible(row)
+        number += place != last or not is_part
+        last = place
+        yield {**row, "segment": number if is_part else None}
+
+
+def _segment(rows: list[dict[str, Any]]) -> tuple[Any, ...] | None:
+    present: Counter[int] = Counter()  # tensors that the pass has at hand, by number of elements
+    results: dict[int, int] = {}
+    moved = fused = in_norms = unknown_ns = 0
+    largest: tuple[int, list[int], str | None] = (0, [], None)
+    ops = []
+    for _, events in groupby(rows, lambda row: row["call"]):
+        call = list(events)
+        num_bytes = max((row["bytes"] or 0 for row in call), default=0)
+        tensors = op_tensors(call[0]["op"] or "", *(call[0][text] for text in COLUMNS[1:]))
+        if tensors is None:
+            # A compiled kernel's arguments are all it touches.
+            moved, fused = moved + num_bytes, fused + num_bytes
+            unknown_ns += 0 if num_bytes else sum(row["duration_ns"] for row in call if row["kind"] == "kernel")
             continue
-        if chain is not None and (
-            role == "end"
-            or any(row[key] != chain.first[key] for key in ("device", "stream", "phase", "step"))
-            or (role in ("link", "cast") and _SMALL * chain.num_elements < num_elements != chain.num_elements)
-        ):
-            rows += _chain_rows(chain)
-            chain = None
-        if role == "end" or (chain is None and role not in ("link", "cast")):
-            continue
-        if role == "cast" and (chain is None or not chain.length):
-            chain = _Chain(row, num_elements)  # of consecutive casts, the last belongs to the chain
-        chain = chain or _Chain(row, num_elements)
-        chain.work.append(row)
-        if num_elements == chain.num_elements and role in ("link", "cast"):
-            chain.members.append(row)
-            chain.length += role == "link"
-    rows += _chain_rows(chain)
-    return pl.DataFrame(rows, schema=_CHAINS, orient="row")
-
-
-def _role(row: dict[str, Any]) -> str:
-    """Return the role of an event in a chain: `link`, `cast`, `along` (small) or `end`."""
-    if row["kind"] != "kernel" or row["class"] in _ALONG:
-        return "along" if row["kind"] == "memset" or row["class"] in _ALONG else "end"
-    if row["read_bytes"] is None or row["written_bytes"] is None or not row["shape"]:
-        return "end"
-    # Adding to a weight's gradient ends a chain: the next op is for another weight.
-    if row["phase"] == "backward" and row["op"] == row["root_op"] == "aten::add_":
-        return "end"
-    if row["class"] == "elementwise":
-        return "link"
-    given: list[Operand] = [*operands(row["shapes"], row["dtypes"]), None, None]
-    first, second = given[:2]
-    if not isinstance(first, Tensor):
-        return "end"
-    if row["class"] == "reduction":
-        # If it leaves one number per row, a fused kernel can include it.
-        is_last = any(f'"[{place}]"' in (row["inputs"] or "") for place in (len(first.shape) - 1, -1))
-        return "link" if is_last and len(first.shape) > 1 and row["written_bytes"] else "end"
-    is_cast = row["op"] == "aten::copy_" and isinstance(second, Tensor) and first.dtype != second.dtype
-    return "cast" if is_cast else "end"
-
-
-def _chain_rows(chain: _Chain | None) -> list[tuple[Any, ...]]:
-    if chain is None or chain.length < LEAST_LENGTH:
-        return []
-    reads = sum(row["read_bytes"] for row in chain.members)
-    writes = sum(row["written_bytes"] for row in chain.members)
-    last = chain.members[-1]
-    # Small work after the last link is not part of the chain.
-    work = chain.work[: chain.work.index(last) + 1]
-    fused = max(reads - writes + 2 * last["written_bytes"], 2 * last["written_bytes"])
-    if fused >= reads + writes:
-        return []
-    first = chain.first
-    given = [one for one in operands(first["shapes"], first["dtypes"]) if isinstance(one, Tensor)]
-    return [
-        (
-            first["phase"], first["step"], first["shape"], given[0].dtype if given else None,
-            [row["op"] for row in chain.members], len(work), reads + writes, fused,
-            sum(row["duration_ns"] for row in work), [row["event"] for row in work], last["event"],
-        )
-    ]  # fmt: skip
+        reads, writes = tensors
+        own_bytes = sum(tensor.num_bytes or 0 for tensor in (*reads, *writes))
+        is_norm = any(row["class"] == "norm" for row in call)
+        ops.append(call[0]["op"])
+        moved, in_norms = moved + own_bytes, in_norms + own_bytes * is_norm
+        num_read: Counter[int] = Counter()
+        for tensor in reads:
+            largest = max(largest, (tensor.num_elements, list(tensor.shape), tensor.dtype), key=lambda one: one[0])
+            num_read[tensor.num_elements] += 1
+            if num_read[tensor.num_elements] > present[tensor.num_elements]:
+                present[tensor.num_elements] += 1
+                fused += 0 if is_norm else tensor.num_bytes or 0
+        for tensor in writes:
+            present[tensor.num_elements] += 1
+            if not is_norm:
+                results[tensor.num_elements] = tensor.num_bytes or 0
+    fused += sum(results.values())
+    first, kernels = rows[0], [row for row in rows if row["kind"] != "memset"]
+    if not kernels:
+        return None
+    total_ns = sum(row["duration_ns"] for row in rows)
+    compiled_ns = sum(row["duration_ns"] for row in rows if row["is_compiled"])
+    return (
+        first["phase"], first["step"], largest[1], largest[2], ops, len(kernels), moved,
+        min(fused, moved - in_norms), in_norms, unknown_ns, total_ns, 2 * compiled_ns > total_ns,
+        [row["event"] for row in rows], kernels[-1]["event"],
+    )  # fmt: skip

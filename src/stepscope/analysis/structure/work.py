@@ -67,7 +67,8 @@ def work(linked: Linked) -> pl.DataFrame:
 
     `call` is the row of the launching op, `op` its name. `root` is the row of the outermost op that the program
     called (for the backward, the op it belongs to), `root_op` its name. `is_compiled` marks work of torch.compile.
-    `flops`, `bytes`, `dtype` and `peak_dtype` are those of the whole call and stand at its longest event.
+    `flops`, `bytes`, `dtype` and `peak_dtype` are those of the whole call and stand at its longest event;
+    `call_flops` stands at all of them.
     """
     host, device = linked.host, linked.device
     calls = costed_calls(linked).filter(pl.col("op").is_not_null())
@@ -81,7 +82,9 @@ def work(linked: Linked) -> pl.DataFrame:
     )  # fmt: skip
     table = table.join(costs, on="call", how="left", maintain_order="left")
     is_longest = pl.col("duration_ns").rank("ordinal", descending=True).over("call") == 1
-    return table.with_columns(pl.when(is_longest).then(pl.col("flops", "bytes", "dtype", "peak_dtype")))
+    return table.with_columns(
+        pl.col("flops").alias("call_flops"), pl.when(is_longest).then(pl.col("flops", "bytes", "dtype", "peak_dtype"))
+    )
 
 
 def origins_of(host: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:

@@ -19,11 +19,14 @@ CAUSES = {
     "unknown": "The trace does not show what launched the next kernel.",
 }
 
+ALLOCATING = (
+    r"(?i:^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
+    r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve))"
+)
 # Names that identify a host event, tried in this order.
 _NAMES = {
     "synchronization": r"(?i:^(cuda|hip|cu)\w*Synchronize|^cudaMemcpy(_|$)|^hipMemcpy(WithStream)?$)",
-    "allocator": r"(?i:^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
-    r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve))",
+    "allocator": ALLOCATING,
     "compile": r"_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler|select_algorithm)"
     r"|triton/compiler|dynamo_timed|^cu(Module|Library)(Load|Unload)|^hipModule(Load|Unload)"
     r"|^(cuda|hip)GraphInstantiate|Lazy Function Loading",

@@ -7,7 +7,7 @@ full queue when there is room. Additional delays of a launch or stream in the tr
 start, and replaced by typical ones otherwise.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,8 @@ import polars as pl
 
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.time.idle_causes import PLANNING_NS
+from stepscope.analysis.structure.nesting import matches
+from stepscope.analysis.time.idle_causes import ALLOCATING, PLANNING_NS
 from stepscope.analysis.time.syncs import syncs
 
 PROFILER_SHARE = 0.32
@@ -35,6 +36,7 @@ _LATENCY_NS, _PAUSE_NS, _NUM_TYPICAL = 5_000, 1_500, 8
 """Launch to start and kernel to kernel, if a trace has too few to tell."""
 
 _START, _RETURN, _BORDER = 0, 1, 2
+_FREEING = r"^(cuda|hip)Free$"
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Replay:
             event: (until_ns, stream)
             for event, until_ns, stream in waits.select("event", until, "wait_on_stream").rows()
         }
+        self._waits |= self._frees(host)
         calls = host.filter(
             pl.col("event").is_in([call for call in self._work if call >= 0] + list(self._waits)),
             pl.col("start_ns") >= self.start_ns,
@@ -135,12 +138,28 @@ class Replay:
         # Work without a launch at the same moment keeps its order.
         ticks.sort(key=lambda tick: (tick[0], tick[1], max(tick[2], -1)))
         ticks = [(self.start_ns, _BORDER, 0), *ticks, (self.end_ns, _BORDER, 0)]
+        # The driver's allocator does not run faster without the profiler.
+        inside = (pl.col("start_ns") >= self.start_ns) & (pl.col("end_ns") <= self.end_ns)
+        length = pl.col("end_ns") - pl.col("start_ns")
+        allocating = host.filter(host["kind"].is_in(["runtime", "driver"]) & matches(host["name"], ALLOCATING))
+        self._allocating_ns = int(allocating.filter(inside, length < PLANNING_NS).select(length.sum()).item())
         written = host["start_ns"].filter(host["kind"].is_in(["op", "runtime", "driver", "python"])).sort()
         counts = written.search_sorted(pl.Series([time for time, _, _ in ticks], dtype=pl.Int64), side="right")
         self._ticks = [
             _Tick(time, kind, call, max(0, after - before))
             for (time, kind, call), before, after in zip(ticks, [counts[0], *counts], counts)
         ]
+
+    def _frees(self, host: pl.DataFrame) -> dict[int, tuple[int, int | None]]:
+        """Return until when each call that frees memory of the GPU waited for all of its work."""
+        found = host.filter(matches(host["name"], _FREEING)).select("event", "start_ns", "end_ns")
+        found = found.filter(pl.col("start_ns") >= self.start_ns, pl.col("start_ns") < self.end_ns)
+        reach = list(accumulate(self._ends, max))
+        waits: dict[int, tuple[int, int | None]] = {}
+        for event, start_ns, end_ns in found.iter_rows():
+            place = bisect_left(self._issued, start_ns)
+            waits[event] = (min(max(reach[place - 1] if place else 0, start_ns), end_ns), None)
+        return waits
 
     def _settle_starts(self) -> None:
         """Determine what decided the start of each GPU event, and the additional delay."""
@@ -189,13 +208,13 @@ class Replay:
     @cached_property
     def profiler_ns_per_event(self) -> float:
         """What the profiler adds to host time per recorded event, from this trace's host time per event; pauses of a
-        millisecond or more are excluded."""
+        millisecond or more and the driver's allocator are excluded."""
         own_ns = num_events = 0.0
         for tick, last_ns, since in self._own:
             if last_ns < tick.time_ns and tick.time_ns - since < PLANNING_NS:
                 own_ns += tick.time_ns - since
                 num_events += tick.num_events * (tick.time_ns - since) / (tick.time_ns - last_ns)
-        return PROFILER_SHARE * own_ns / num_events if num_events else 0.0
+        return PROFILER_SHARE * max(0.0, own_ns - self._allocating_ns) / num_events if num_events else 0.0
 
     @property
     def events(self) -> list[int]:

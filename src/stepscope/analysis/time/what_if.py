@@ -17,6 +17,20 @@ FIELDS = {"class": "class", "kernel": "name", "op": "op", "called": "root_op", "
 """Fields to select work by, and their columns in `work`."""
 
 
+class Saving(float):
+    """The time that a change saves per step, in ns, with the change."""
+
+    change: Change
+
+    def __new__(cls, ns: float, change: Change) -> "Saving":
+        saving = super().__new__(cls, ns)
+        saving.change = change
+        return saving
+
+    def __deepcopy__(self, memo: object) -> float:
+        return float(self)
+
+
 def without(linked: Linked, events: Iterable[int], is_loop: bool = False) -> Change:
     """Return the change that removes GPU work, and the host time of ops that did nothing else.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from stepscope.document.card import Card
 from stepscope.document.findings import findings_part
+from stepscope.document.ledger import ledger_parts
 from stepscope.document.model import Fact, Facts, Missing, Part, Text
 from stepscope.document.sections.time import STEP_SOURCES, gpu_time_parts, step_parts_of_summary, step_parts_of_trace
 from stepscope.document.tables import known, mapping
@@ -34,6 +35,7 @@ def parts(session: Session, diagnosis: Diagnosis) -> tuple[Part, ...]:
     if diagnosis.gpu_busy_share is not None:
         every.append(Text(diagnosis.binds))
     every.append(findings_part(diagnosis, str(session.path) if session.is_recording else None))
+    every += ledger_parts(diagnosis.ledger) if diagnosis.ledger is not None else []
     every += tables
     try:
         every += gpu_time_parts(session.analysis.ranks[0])

@@ -143,7 +143,7 @@ def handwritten_attention(case: Case) -> list[Finding]:
             durations[row["event"]] = attention_ns(case.device, dtype, int(flops / (1 + has_mask)), int(num_keys))
     gone = work.filter(~pl.col("event").is_in(list(durations)))["event"]
     saving_ns = case.saving_ns(case.without(gone, durations))
-    held_bytes = [alive_bytes(case, size, (1, 2, 4)) for size in work["num_elements"].unique()]
+    held_bytes = [alive_bytes(case, size, item_bytes=(1, 2, 4)) for size in work["num_elements"].unique()]
     saving_bytes = None if None in held_bytes else sum(part or 0 for part in held_bytes) or None
     if not (case.is_worth(saving_ns) or is_worth_bytes(case, saving_bytes)):
         return []

@@ -107,6 +107,7 @@ def repeated_weight_casts(case: Case) -> list[Finding]:
 
 
 _COPYING = ["aten::contiguous", "aten::clone", "aten::copy_"]
+_MOVING = ["aten::copy_", "aten::clone", "aten::_to_copy", "aten::fill_", "aten::zero_"]
 _CASTING = ["aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten::half", "aten::bfloat16"]
 
 
@@ -122,9 +123,9 @@ def needless_copies(case: Case) -> list[Finding]:
     is_inside = (pl.col("kind") == "kernel") | pl.col("name").cast(pl.String).str.contains("(?i)DtoD")
     moved = moved.filter(is_inside)
     copied = moved.filter(root.is_in(_COPYING))
-    # Fusing a chain of elementwise ops removes the casts in it: `unfused_elementwise` reports those.
-    in_chains = case.chains["events"].explode()
-    casts = moved.filter(root.is_in(_CASTING), ~pl.col("event").is_in(in_chains.implode()))
+    # Fusing elementwise ops removes the casts among them: `unfused_elementwise` reports those.
+    fused = case.segments.filter(pl.col("ops").list.set_difference(_MOVING).list.len() > 1)["events"].explode()
+    casts = moved.filter(root.is_in(_CASTING), ~pl.col("event").is_in(fused.implode()))
     # A checkpoint recomputes a forward: its casts in the backward do not undo earlier ones.
     again = case.recomputed["events"].explode()
     needless = pl.concat(

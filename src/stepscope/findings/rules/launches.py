@@ -2,6 +2,8 @@
 
 import polars as pl
 
+from stepscope.analysis.memory.allocator_events import allocator_calls
+from stepscope.analysis.structure.intervals import complement, intersect
 from stepscope.analysis.time.stalls import STALL_NS, quiet_stretches
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
 from stepscope.findings.rules.waits import place
@@ -23,6 +25,10 @@ def launch_bound(case: Case) -> list[Finding]:
     kernels = case.work.filter(pl.col("kind") == "kernel")
     length = pl.col("end_ns") - pl.col("start_ns")
     between = case.replay.host_stretches().filter(length < STALL_NS)
+    allocating = case.within(allocator_calls(case.linked))
+    if allocating.height:  # `allocator_churn` reports those
+        calls = complement(allocating.select("start_ns", "end_ns"), case.replay.start_ns, case.replay.end_ns)
+        between = intersect(between, calls)
     saving_ns = min(case.saving_ns(Change(host=stretches(between, _GRAPH_LAUNCH))), case.starved_ns)
     if not case.is_worth(saving_ns):
         return []
@@ -41,6 +47,7 @@ def launch_bound(case: Case) -> list[Finding]:
         f"GPU is busy for only {duration(case.busy_ns, 3)} of {duration(step.done_ns, 3)}.",
         fix='model = torch.compile(model, mode="reduce-overhead")  # or a larger batch: host time stays the same',
         saving_ns=saving_ns,
+        rows=("idle_launch", "idle_python"),
         upper_bound=True,
         derived="the step replayed with 2 % of the host's time between launches, as with CUDA graphs; compiling also "
         "fuses kernels, which is not counted",

@@ -8,7 +8,7 @@ from stepscope.analysis.costs.attainable_rates import loss_ns
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.errors import if_available
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule, stretches
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
 from stepscope.formatting import plural, size, whole_percent
 
 _WORTH_SHARE = 0.05  # of the peak; smaller savings are not reported
@@ -17,12 +17,12 @@ _BLOCK_BYTES = 512  # the allocator rounds up to this
 _RETRIES_PER_STEP = 0.5  # an occasional retry while the cache fills is normal
 
 
-def alive_bytes(case: Case, num_elements: int, item_bytes: tuple[int, ...] = (2, 4)) -> int | None:
-    """Return the bytes held at the peak by tensors of `num_elements`; None if memory was not recorded."""
+def alive_bytes(case: Case, *num_elements: int, item_bytes: tuple[int, ...] = (2, 4)) -> int | None:
+    """Return the bytes held at the peak by tensors of some sizes; None if memory was not recorded."""
     memory = if_available(lambda: case.memory)
     if memory is None:
         return None
-    exact = {num_elements * size for size in item_bytes}
+    exact = {num * size for num in num_elements for size in item_bytes}
     sizes = exact | {-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in exact}
     return sum(large.bytes * large.num_at_peak for large in memory.largest if large.bytes in sizes)
 
@@ -75,7 +75,7 @@ def full_logits(case: Case) -> list[Finding]:
         durations |= dict.fromkeys(kept.to_list(), min(fused_ns, now_ns))
         gone += passes.filter(~pl.col("event").is_in(kept.implode()))["event"].to_list()
         total_fused_ns += fused_ns * num_losses
-        alive = alive_bytes(case, num_elements)
+        alive = alive_bytes(case, *part["num_elements"].unique())
         held = None if held is None or alive is None else held + alive
         kept_bytes += num_elements * int(item_bytes)
     total_ns = float(work.filter(~pl.col("is_product"))["duration_ns"].sum())
@@ -131,7 +131,9 @@ def _saved(case: Case, held: int | None, kept: int) -> int | None:
     """Return the bytes that need not be held, at most the difference to the peak in other stages of the step."""
     if not held:
         return None
-    elsewhere = [stage.peak_bytes for stage in case.memory.stages if stage.name not in ("forward", "backward")]
+    elsewhere = [
+        stage.peak_bytes for stage in case.memory.stages if stage.name not in ("forward", "loss", "backward")
+    ]
     return max(0, min(held - kept, case.memory.peak_bytes - max(elsewhere, default=0))) or None
 
 
@@ -329,7 +331,7 @@ def _calls(case: Case, retries: tuple[int, int, bool] | None) -> list[Finding]:
     if case.work.is_empty():
         return []
     calls = case.within(allocator_calls(case.linked))
-    saving_ns = case.host_saving_ns(calls)
+    saving_ns = case.saving_ns(Change(host=stretches(calls), unwaited=frozenset(calls["event"].to_list())))
     if not case.is_worth(saving_ns):
         return []
     given_back = calls.filter("gives_back")
@@ -354,6 +356,7 @@ def _calls(case: Case, retries: tuple[int, int, bool] | None) -> list[Finding]:
         f"{case.cost_text(float(table['duration_ns'].sum()))}, mostly in {table['name'][0]}.{told}",
         fix=fix,
         saving_ns=saving_ns,
+        rows=("idle_allocator",),
         derived="the step replayed without these calls, as if the allocator kept its cache",
         confidence="high" if is_everywhere else "medium",
         falsified_by="trace later steps; the finding is wrong if only the first steps make these calls",

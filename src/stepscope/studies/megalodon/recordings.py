@@ -227,7 +227,9 @@ def chains(stored: Stored) -> Records:
     case = longest(stored).source.case
     modules = dict(case.all_work.select("event", "module").iter_rows())
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for chain in case.chains.to_dicts():
+    for chain in case.segments.to_dicts():
+        if chain["num_kernels"] < 2:
+            continue
         module = starred(modules.get(chain["events"][0])) or "(no module)"
         ops = ", ".join(op.removeprefix("aten::") for op in chain["ops"])
         row = groups.setdefault((module, chain["phase"], ops), dict.fromkeys(CHAIN, 0.0))

@@ -1,0 +1,52 @@
+"""Builds the ledger of a step: bars from its losses down to its limit, and a table."""
+
+from collections.abc import Sequence
+
+from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN, Ledger
+from stepscope.document.model import Bars, Part, Series, Table, Value
+from stepscope.formatting import duration, percent
+
+NAMES = {
+    "products": "limit: products", "traffic": "limit: memory traffic",
+    "kernel_rates": "good kernels, above the limit", "slow_products": "slow products",
+    "layout": "changes of layout", "unfused": "not fused", "copies": "copies, casts",
+    "scatters": "lookups, scatters", "updates": "slow updates", "recomputed": "recomputed",
+    "communication": "communication", "transfers": "transfers", "idle_launch": "idle: launches",
+    "idle_synchronization": "idle: host waited for GPU", "idle_data": "idle: data",
+    "idle_allocator": "idle: allocator", "idle_python": "idle: Python",
+    "idle_compile": "idle: compiling", "idle_other_ranks": "idle: other ranks",
+    "idle_queued": "idle: between kernels", "between_steps": "between steps", "slow_steps": "slow steps",
+    "idle_unknown": "idle: unknown", "unknown_work": "unknown work", "disagreement": "trace against clean steps",
+}  # fmt: skip
+_ORDER = (LOSS, UNKNOWN, RATES, LIMIT)
+
+
+def ledger_parts(ledger: Ledger) -> list[Part]:
+    """Return a step from its largest loss down to the least time that its work needs."""
+    rows = sorted(ledger.rows, key=lambda row: (_ORDER.index(row.kind), -row.ns))
+    shown = [row for row in rows if row.share >= 0.005]
+    series = (Series("time", [row.ns for row in shown]),)
+    title = f"what a step's {duration(ledger.step_ns, 3)} are made of"
+    columns: dict[str, Sequence[Value]] = {
+        "row": [NAMES[row.id] for row in rows],
+        "kind": [row.kind for row in rows],
+        "time_ns": [row.ns for row in rows],
+        "share": [row.share for row in rows],
+        "what_it_is": [ROWS[row.id][1] for row in rows],
+    }
+    labels = [NAMES[row.id] for row in shown]
+    return [
+        Bars("ledger", title, labels, series, "time_ns", ledger.step_ns, caption=limit_text(ledger)),
+        Table("ledger", "ledger of a step", columns, num_shown=len(rows), page_only=True),
+    ]
+
+
+def limit_text(ledger: Ledger) -> str:
+    """Return how far a step is from the least time that its work needs on its device."""
+    if ledger.limit_share is None:
+        return "The least time this work needs is unknown: no shapes in the trace, or no peak rates for the device."
+    limit_ns, good_ns = ledger.per_step_ns(LIMIT), ledger.per_step_ns(LIMIT, RATES)
+    return (
+        f"The work needs at least {duration(limit_ns, 3)} on this device, {percent(ledger.limit_share)} of the step, "
+        f"and {duration(good_ns, 3)} with good kernels."
+    )
