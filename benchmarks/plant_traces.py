@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-MODULES = ("host", "kernels", "lookups_and_loops", "models", "recordings")
+MODULES = ("host", "kernels", "lookups_and_loops", "models", "recordings", "strangers")
 NUM_WARM, NUM_ROUNDS = 3, 20
 
 
