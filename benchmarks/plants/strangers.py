@@ -69,7 +69,8 @@ class Hourglass(nn.Module):
     def twice(num_in: int, num_out: int) -> nn.Sequential:
         layers: list[nn.Module] = []
         for i in (num_in, num_out):
-            layers += [nn.Conv2d(i, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)]
+            layers += [nn.Conv2d(i, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out)]
+            layers.append(nn.ReLU(inplace=True))
         return nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +173,8 @@ def one_module_per_attention_head(device: torch.device, small: bool = False) -> 
 
 
 def word_scores_for_unlabelled_positions(device: torch.device, small: bool = False) -> Plant:
-    batch, length, width, num_heads, depth, num_words = (2, 16, 32, 4, 1, 64) if small else (64, 512, 768, 12, 4, 50304)
+    batch, length, width, num_heads = (2, 16, 32, 4) if small else (64, 512, 768, 12)
+    depth, num_words = (1, 64) if small else (4, 50304)
     num_labelled = round(0.15 * length)
 
     def build(is_everywhere: bool) -> Step:
