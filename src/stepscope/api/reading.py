@@ -142,25 +142,29 @@ def sql(
     query: str,
     *,
     rank: int | None = None,
+    memory_limit: str | int | None = None,
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> pl.DataFrame:
     """Return the rows of an SQL query over the tables of a trace, as a polars DataFrame.
 
-    docs/tables.md describes the tables. A query sees these tables and no other file. `path` None is the latest run;
-    `warn` receives problems in the trace.
+    docs/tables.md describes the tables. A query runs in a process of its own, which can open no file and may take
+    `memory_limit` (default 2GiB) besides the tables. `path` None is the latest run; `warn` receives problems in the
+    trace.
 
     >>> sql("trace.json.gz", "select name, sum(duration_ns) from device group by name")  # doctest: +SKIP
     """
     from stepscope.session import need_read_side, open_session
 
     need_read_side()
-    from stepscope.session.sql import refuse_other_than_query, run_query, tables_of
+    from stepscope.session.sql import MEMORY_LIMIT_BYTES, refuse_other_than_query, run_query, tables_of
+    from stepscope.sweep.memory import bytes_of
 
     refuse_other_than_query(query)
+    limit = bytes_of(memory_limit) or MEMORY_LIMIT_BYTES
     session = open_session(path, rank=rank, use_cache=use_cache, progress=progress)
-    return run_query(tables_of(session, warn or (lambda text: None)), query)
+    return run_query(tables_of(session, warn or (lambda text: None)), query, limit)
 
 
 def report(

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from stepscope.cli.support.options import add_source_arguments, opened, positive
 from stepscope.cli.support.output import is_terminal, tell, write
-from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe, significant
 from stepscope.session import need_read_side
 
@@ -44,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_form("--csv", action="store_true", help="print all rows as CSV")
     add("--tables", action=_ListTables, help="list the tables and their columns, and exit")
     add("--limit", type=positive, metavar="N", help=f"at most N rows (default: {ROWS_SHOWN} on screen)")
+    add("--memory-limit", metavar="MEMORY", help="memory for the query besides the tables (default 2GiB)")
     add_source_arguments(parser, "only this rank")
 
 
@@ -61,12 +61,14 @@ class _ListTables(argparse.Action):
 
 def main(arguments: argparse.Namespace) -> int:
     need_read_side()
-    from stepscope.session.sql import refuse_other_than_query, run_query, tables_of
+    from stepscope.session.sql import MEMORY_LIMIT_BYTES, refuse_other_than_query, run_query, tables_of
+    from stepscope.sweep.memory import bytes_of
 
     refuse_other_than_query(arguments.query)
+    memory_limit = bytes_of(arguments.memory_limit) or MEMORY_LIMIT_BYTES
     with opened(arguments, arguments.path) as session:
         tables = tables_of(session, lambda text: tell(f"stepscope sql: {text}"))
-        answer = run_query(tables, arguments.query)
+        answer = run_query(tables, arguments.query, memory_limit)
     limit = arguments.limit or (answer.height if arguments.json or arguments.csv else ROWS_SHOWN)
     shown = answer.head(limit)
     if arguments.json:
@@ -100,16 +102,12 @@ def _as_json(frame: pl.DataFrame) -> Iterator[str]:
 
 
 def _as_csv(frame: pl.DataFrame) -> Iterator[str]:
-    import polars as pl
+    """Return CSV without a cell that a spreadsheet would run as a formula."""
+    from stepscope.exporters.tables import for_spreadsheets
+    from stepscope.render.csv import guarded
 
-    try:
-        for number, part in enumerate(frame.iter_slices(_ROWS_PER_CHUNK) if frame.height else [frame]):
-            text = part.write_csv(include_header=number == 0)
-            if is_terminal(sys.stdout):
-                text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-            yield text
-    except pl.exceptions.ComputeError:
-        raise UsageError("CSV cannot hold lists: use --json") from None
+    for number, part in enumerate(frame.iter_slices(_ROWS_PER_CHUNK) if frame.height else [frame]):
+        yield for_spreadsheets(part).rename(guarded).write_csv(include_header=number == 0)
 
 
 def _as_table(frame: pl.DataFrame, num_rows: int) -> Iterator[str]:

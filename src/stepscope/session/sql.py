@@ -1,39 +1,36 @@
 """SQL queries over the tables of a session's traces. A query sees these tables and no other file."""
 
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import polars as pl
-import polars.selectors as cs
 
 from stepscope.errors import UsageError
-from stepscope.formatting import plural, safe
+from stepscope.formatting import plural, safe, size
+from stepscope.session import sql_process
 from stepscope.session.session import Session
 from stepscope.trace.tables import TABLES
 
+MEMORY_LIMIT_BYTES = 2 << 30
+"""How much memory a query may take besides the tables, unless told otherwise: --memory-limit."""
 _LONGEST_ERROR = 400
 _QUERIES = ("select", "with", "from", "values", "show", "explain")
 _FIRST_WORD = re.compile(r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(\w*)", re.DOTALL)
-# Polars' SQL has table functions that read files, also over the network: `read_csv('…')`. Such a name before a
-# parenthesis is refused even inside a string: finding the strings exactly as Polars does would need its parser.
-_FILE_FUNCTION = re.compile(r"(?<!\w)((?:read|scan)_\w+)[\"`]?\s*(\(|--|/\*)", re.IGNORECASE)
-# How a plan shows that it reads a file; a table of ours is `DF [`.
-_FILE_IN_PLAN = re.compile(r"^\s*\w+ SCAN\b", re.MULTILINE)
 
 
 def refuse_other_than_query(query: str) -> None:
-    """Raise UsageError if a query would do anything else than read the trace's tables."""
+    """Raise UsageError if the text is not a query. What a query can reach is up to its process."""
     first = _FIRST_WORD.match(query)
     if first is None or first[1].lower() not in _QUERIES:
         raise UsageError(f"only queries are run: {safe(query, 60)!r} does not begin with select or with")
-    function = _FILE_FUNCTION.search(query)
-    if function:
-        raise UsageError(f"{safe(function[1])}() is refused: a query sees the trace's tables and no other file")
 
 
-def tables_of(session: Session, warn: Callable[[str], None] = lambda text: None) -> dict[str, pl.LazyFrame]:
-    """Return the tables of all traces of a session; names and kinds are plain text, as SQL expects."""
-    parts: dict[str, list[pl.LazyFrame]] = {table.name: [] for table in TABLES}
+def tables_of(session: Session, warn: Callable[[str], None] = lambda text: None) -> dict[str, pl.DataFrame]:
+    """Return the tables of all traces of a session, each row with its rank and its file."""
+    parts: dict[str, list[pl.DataFrame]] = {table.name: [] for table in TABLES}
     for opened in list(session.traces()):
         trace = opened.trace
         warnings = list(trace.warnings)
@@ -45,27 +42,43 @@ def tables_of(session: Session, warn: Callable[[str], None] = lambda text: None)
             warn(f"{safe(trace.path.name)}: {safe(text, _LONGEST_ERROR)}")
         owner = [
             pl.lit(opened.rank if opened.is_known else None, pl.Int64).alias("rank"),
-            pl.lit(str(opened.path)).alias("file"),
+            pl.lit(str(opened.path), pl.Categorical()).alias("file"),
         ]
         for table in TABLES:
-            # Lazy: a column that the query does not name costs nothing.
-            part = getattr(trace, table.name).lazy()
-            parts[table.name].append(part.with_columns((cs.categorical() | cs.enum()).cast(pl.String), *owner))
+            parts[table.name].append(getattr(trace, table.name).with_columns(owner))
     return {name: pl.concat(frames) for name, frames in parts.items()}
 
 
-def run_query(tables: dict[str, pl.LazyFrame], query: str) -> pl.DataFrame:
-    """Return the rows of one query; UsageError in one line if it is wrong."""
-    try:
-        lazy = pl.SQLContext(tables).execute(query, eager=False)
-        if _FILE_IN_PLAN.search(lazy.explain(optimized=False)):
-            raise UsageError("a query sees the trace's tables and no other file")
-        # Polars reads 100.0 as a decimal, which is not what people mean by it.
-        return lazy.with_columns(cs.decimal().cast(pl.Float64)).collect()
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        what = lines[0].removeprefix("sql parser error: ")
-        raise UsageError(f"{safe(what, _LONGEST_ERROR)} (tables: {', '.join(tables)})") from None
+def run_query(
+    tables: Mapping[str, pl.DataFrame], query: str, memory_limit_bytes: int = MEMORY_LIMIT_BYTES
+) -> pl.DataFrame:
+    """Return the rows of one query, run in a process of its own; UsageError in one line if it fails."""
+    if sys.platform == "win32":
+        raise UsageError("sql needs Linux or macOS: a query runs in a process that can open no files")
+    named = {name: table for name, table in tables.items() if name in query.lower()} or tables
+    # Its own session: Ctrl-C is for the process that talks to the user.
+    with subprocess.Popen(
+        [sys.executable, str(Path(sql_process.__file__))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            sql_process.send(process.stdin, [query, memory_limit_bytes], named)
+            wrong, answer = sql_process.receive(process.stdout)
+        except (BrokenPipeError, EOFError):
+            process.wait()
+            raise UsageError(
+                f"the query ended early, probably because it needs more than {size(memory_limit_bytes)} besides the "
+                "tables. Select less, or raise the limit with --memory-limit"
+            ) from None
+        finally:
+            process.kill()
+    if wrong is not None:
+        raise UsageError(f"{safe(wrong, _LONGEST_ERROR)} (tables: {', '.join(tables)})")
+    return answer["answer"]
 
 
 def type_in_words(dtype: pl.DataType | type[pl.DataType]) -> str:
