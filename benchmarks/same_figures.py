@@ -100,8 +100,8 @@ def cases_of(traces: list[Path], recordings: list[Path], results: list[Path]) ->
 
 
 def is_trace(path: Path) -> bool:
-    """Not what Stepscope keeps beside a trace, nor other JSON."""
-    if not path.is_file() or path.parent.suffix == ".stepscope":
+    """Return whether a file is a trace and not other JSON."""
+    if not path.is_file():
         return False
     return b'"traceEvents"' in (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
 

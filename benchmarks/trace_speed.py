@@ -243,16 +243,13 @@ def make_trace(arguments: argparse.Namespace, folder: Path, size_mb: int) -> tup
     return trace, int(re.search(r"events=(\d+)", said)[1])
 
 
-def remove_cache(trace: Path) -> None:
-    """Whatever was kept beside the trace."""
-    for path in trace.parent.iterdir():
-        if path != trace:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+def remove_cache() -> None:
+    shutil.rmtree(os.environ["STEPSCOPE_CACHE"], ignore_errors=True)
 
 
 def stepscope_cold(trace: Path) -> Reader:
     command = [sys.executable, "-m", "stepscope", "analyze", str(trace), "--json"]
-    return Reader("stepscope analyze, cold", command, before=lambda: remove_cache(trace))
+    return Reader("stepscope analyze, cold", command, before=remove_cache)
 
 
 def stepscope_again(trace: Path) -> Reader:
@@ -381,6 +378,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the traces are made; a temporary folder otherwise")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        os.environ["STEPSCOPE_CACHE"] = str(Path(folder) / "cache")
         (scale if arguments.scaling else compare)(arguments, Path(folder))
 
 

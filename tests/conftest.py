@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from types import FunctionType
 
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import settings
 
 # Two processes test side by side on two cores: threads of one would wait for the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Neither what a developer's own cache holds nor what tests leave there may matter.
+_CACHE = tempfile.TemporaryDirectory(prefix="stepscope-cache-")
+os.environ["STEPSCOPE_CACHE"] = _CACHE.name
 settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=8)
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=20)  # make test-all
 # For a long night: HYPOTHESIS_PROFILE=thorough make test

@@ -21,11 +21,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "formatting": set(),
     "display": set(),
-    "devices": {"errors"},
+    "user_cache": set(),
+    "devices": {"errors", "user_cache"},
     "recorder": set(),
     "workloads": {"errors"},
     "sweep": {"recorder", "workloads", "errors", "formatting", "version"},
-    "trace": {"errors"},
+    "trace": {"errors", "user_cache"},
     "analysis": {"trace", "devices", "display", "errors", "formatting"},
     "session": {"analysis", "trace", "devices", "display", "errors", "formatting"},
     "findings": {"session", "analysis", "trace", "devices", "display", "errors", "formatting"},
@@ -51,6 +52,7 @@ WITHOUT_TORCH = (
     "errors",
     "formatting",
     "version",
+    "user_cache",
 )
 MOST_FILES_IN_A_FOLDER = 25
 

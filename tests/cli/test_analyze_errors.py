@@ -227,7 +227,7 @@ def test_ctrl_c_while_reading_leaves_nothing_behind(tmp_path, to_all):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        env={**os.environ, "STEPSCOPE_CACHE": str(tmp_path / "cache")},
     )
     children: list[int] = []
     while not children and process.poll() is None:

@@ -177,6 +177,20 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         save_ceilings(CEILINGS)
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_ceilings_that_others_may_have_written_are_not_believed(cache_folder, mode):
+    path = save_ceilings(CEILINGS)
+    assert load_ceilings("NVIDIA H200") == CEILINGS
+    path.chmod(mode)
+    assert load_ceilings("NVIDIA H200") is None
+
+    path.chmod(0o600)
+    cache_folder.chmod(0o700 | mode & 0o077)
+    assert load_ceilings("NVIDIA H200") is None
+    with pytest.raises(StepscopeError, match=r"can be written by other users\. Run: chmod go-w"):
+        save_ceilings(CEILINGS)
+
+
 def test_where_ceilings_are_kept(monkeypatch):
     monkeypatch.setenv("STEPSCOPE_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")

@@ -1,14 +1,16 @@
-"""Columns kept beside a trace: the same trace comes back, and nothing wrong with them ever costs an answer."""
+"""Columns kept of a trace: the same trace comes back, nobody else's are believed, and no fault costs an answer."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 
 from stepscope.errors import TraceError
 from stepscope.trace import cache
-from stepscope.trace.cache import FACTS_FILE, SUFFIX, open_trace
+from stepscope.trace.cache import FACTS_FILE, open_trace
 from stepscope.trace.reader import read_trace
 from stepscope.trace.tables import DEVICE_TABLE, TABLES, Trace
 
@@ -49,7 +51,8 @@ def assert_same(one: Trace, other: Trace) -> None:
 @pytest.fixture(autouse=True)
 def everything_is_worth_keeping(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "WORTH_KEEPING", 1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
+    monkeypatch.setattr(cache, "_SETTLED_NS", 0)
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "user cache"))
 
 
 @pytest.fixture
@@ -72,11 +75,11 @@ def reads(monkeypatch) -> list[Path]:
 
 
 def kept(trace: Path) -> Path:
-    return trace.with_name(trace.name + SUFFIX)
+    return trace.parents[1] / "user cache" / "traces" / cache._name_of(trace)
 
 
 def in_user_cache(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "user cache").glob("stepscope/traces/*"))
+    return sorted((tmp_path / "user cache").glob("traces/*"))
 
 
 def test_what_was_kept_is_the_trace(trace, reads):
@@ -141,7 +144,7 @@ def test_no_trace_is_the_reader_s_error(tmp_path):
     (tmp_path / "empty.json").touch()
     with pytest.raises(TraceError):
         open_trace(tmp_path / "empty.json")
-    assert not kept(tmp_path / "empty.json").exists()
+    assert not in_user_cache(tmp_path)
 
 
 def change_size(trace: Path) -> None:
@@ -275,52 +278,124 @@ def test_what_is_damaged_or_foreign_is_ignored_and_written_again(trace, reads, d
     assert len(reads) == 2
 
 
-def test_a_pipe_in_the_folder_is_not_waited_for(trace, reads, tmp_path):
+def test_a_pipe_in_the_folder_is_not_waited_for(trace, reads):
     whole = open_trace(trace)
     a_pipe(kept(trace))
 
     assert_same(open_trace(trace), whole)
-    assert stat.S_ISFIFO((kept(trace) / FACTS_FILE).stat().st_mode)
-    assert len(in_user_cache(tmp_path)) == 1
+    assert len(reads) == 2
 
 
-def test_a_folder_of_that_name_that_is_somebody_s_own_is_left_alone(trace, reads, tmp_path):
-    kept(trace).mkdir()
-    (kept(trace) / "notes.txt").write_text("mine")
+def test_what_lies_beside_a_trace_or_comes_with_it_is_never_believed(trace, reads, tmp_path):
+    """GIVEN altered columns, packed with the trace WHEN it is unpacked THEN the trace itself is read."""
+    honest = open_trace(trace)
+    altered = honest.device.with_columns(pl.col("duration_ns") * 10)
+    other_columns(kept(trace), altered)
+    beside = trace.with_name(trace.name + ".stepscope")
+    shutil.copytree(kept(trace), beside)
+    with tarfile.open(tmp_path / "all.tar", "w") as packed:
+        packed.add(trace.parent, "traces")
+    shutil.rmtree(trace.parent)
+    shutil.rmtree(tmp_path / "user cache")
+    with tarfile.open(tmp_path / "all.tar") as packed:
+        packed.extractall(tmp_path, filter="fully_trusted")
 
+    assert beside.is_dir() and not honest.device.equals(altered)
+    assert_same(open_trace(trace), honest)
+    assert_same(open_trace(trace), honest)
+    assert len(reads) == 2 and {entry.name for entry in trace.parent.iterdir()} == {trace.name, beside.name}
+
+
+def test_a_trace_that_tar_or_touch_gave_the_old_time_is_read_again(trace, reads, tmp_path):
+    """The same size, name, times and ends: only the time of change, which no program can set, tells."""
+    write(trace, num=2_000)
+    open_trace(trace)
+    before, text = trace.stat(), trace.read_text()
+    middle = len(text) // 2
+    trace.write_text(text[:middle] + text[middle:].replace("0.25", "0.75", 1))
+    os.utime(trace, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (trace.stat().st_size, trace.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+    changed = open_trace(trace)
+
+    assert len(reads) == 2 and 750 in changed.host["duration_ns"].to_list() + changed.device["duration_ns"].to_list()
+
+
+def test_a_trace_that_was_just_written_is_not_kept(trace, reads, monkeypatch):
+    """It could change again within the tick of the file system's clock, with the same times."""
+    monkeypatch.setattr(cache, "_SETTLED_NS", 3_600 * 10**9)
     open_trace(trace)
     open_trace(trace)
 
-    assert [file.name for file in kept(trace).iterdir()] == ["notes.txt"]
-    assert len(reads) == 1 and len(in_user_cache(tmp_path)) == 1
+    assert len(reads) == 2 and not kept(trace).exists()
 
 
-def test_a_link_is_not_followed_when_writing(trace, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    kept(trace).symlink_to(tmp_path / "elsewhere")
+def other_owner(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+
+
+def a_link(folder: Path, monkeypatch) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+FOREIGN = {
+    "another user's": other_owner,
+    "writable by the group": lambda folder, _: folder.chmod(0o770),
+    "writable by all": lambda folder, _: folder.chmod(0o707),
+    "a link": a_link,
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
+def test_a_folder_that_others_may_have_written_is_not_used(trace, reads, monkeypatch, change):
+    whole = open_trace(trace)
+    change(kept(trace).parent, monkeypatch)
+    names = sorted(entry.name for entry in kept(trace).parents[1].rglob("*"))
+
+    assert_same(open_trace(trace), whole)
+    assert len(reads) == 2
+    assert sorted(entry.name for entry in kept(trace).parents[1].rglob("*")) == names
+
+
+def test_a_file_that_others_may_have_written_is_not_used(trace, reads):
+    whole = open_trace(trace)
+    (kept(trace) / "device.parquet").chmod(0o666)
+
+    assert_same(open_trace(trace), whole)
+    assert len(reads) == 2
+
+
+def test_only_its_user_can_read_the_cache(trace, reads):
+    before = os.umask(0)
+    try:
+        open_trace(trace)
+    finally:
+        os.umask(before)
+
+    folders = [kept(trace), *kept(trace).parents[:2]]
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700] * 3
+    assert {stat.S_IMODE(file.stat().st_mode) for file in kept(trace).iterdir()} == {0o600}
+    open_trace(trace)
+    assert len(reads) == 1
+
+
+def test_a_link_of_the_user_s_own_to_a_larger_disk_is_fine(trace, reads, tmp_path):
+    (tmp_path / "large disk").mkdir(mode=0o700)
+    (tmp_path / "user cache").symlink_to(tmp_path / "large disk")
 
     open_trace(trace)
-
-    assert kept(trace).is_symlink() and not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_where_the_folder_cannot_be_written_the_user_s_cache_is_used(tmp_path, reads):
-    # The name is as long as names may be, so the folder's cannot be.
-    trace = write(tmp_path / ("x" * 250 + ".json"))
-
-    first, second = open_trace(trace), open_trace(trace)
+    open_trace(trace)
 
     assert len(reads) == 1
-    assert_same(first, second)
-    assert len(in_user_cache(tmp_path)) == 1 and not list(tmp_path.glob("*" + SUFFIX))
 
 
 @pytest.mark.parametrize("home", ["a file", "relative", "none"])
-def test_where_nothing_can_be_written_the_trace_is_read(tmp_path, reads, monkeypatch, home):
-    trace = write(tmp_path / ("x" * 250 + ".json"))
+def test_where_nothing_can_be_written_the_trace_is_read(trace, tmp_path, reads, monkeypatch, home):
     (tmp_path / "file").touch()
+    monkeypatch.delenv("STEPSCOPE_CACHE")
     if home == "a file":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file"))
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", "somewhere/else" if home == "relative" else "")
         monkeypatch.setattr(Path, "home", no_home if home == "none" else lambda: tmp_path / "file")
@@ -328,7 +403,7 @@ def test_where_nothing_can_be_written_the_trace_is_read(tmp_path, reads, monkeyp
 
     assert_same(open_trace(trace), open_trace(trace))
     assert len(reads) == 2
-    assert {entry.name for entry in tmp_path.iterdir()} == {trace.name, "file"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"traces", "file"}
 
 
 def no_home() -> Path:
@@ -354,23 +429,23 @@ def test_a_full_disk_is_no_error_and_leaves_nothing(trace, monkeypatch, tmp_path
 
     open_trace(trace)
 
-    assert [entry.name for entry in trace.parent.iterdir()] == [trace.name]
+    assert not in_user_cache(tmp_path)
 
 
-def test_an_interrupt_is_not_swallowed_and_leaves_nothing(trace, monkeypatch):
+def test_an_interrupt_is_not_swallowed_and_leaves_nothing(trace, monkeypatch, tmp_path):
     fail_at(monkeypatch, 3, KeyboardInterrupt())
 
     with pytest.raises(KeyboardInterrupt):
         open_trace(trace)
 
-    assert [entry.name for entry in trace.parent.iterdir()] == [trace.name]
+    assert not in_user_cache(tmp_path)
 
 
 OPEN = """
 import sys
 from pathlib import Path
 from stepscope.trace import cache
-cache.WORTH_KEEPING = 1
+cache.WORTH_KEEPING, cache._SETTLED_NS = 1, 0
 {before}
 print(cache.open_trace(Path(sys.argv[1])).device.height)
 """
@@ -382,7 +457,7 @@ cache._put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_killed_writer_leaves_no_columns_and_its_remains_go_in_time(trace, reads):
     done = subprocess.run([sys.executable, "-c", OPEN.format(before=KILLED), trace], capture_output=True)
-    remains = [entry for entry in trace.parent.iterdir() if entry != trace]
+    remains = list(kept(trace).parent.iterdir())
     assert done.returncode == -signal.SIGKILL and len(remains) == 1 and remains[0].name.endswith(".tmp")
 
     open_trace(trace)
@@ -392,7 +467,7 @@ def test_a_killed_writer_leaves_no_columns_and_its_remains_go_in_time(trace, rea
     os.utime(remains[0], (days_ago, days_ago))
     change_time(trace)
     open_trace(trace)
-    assert {entry.name for entry in trace.parent.iterdir()} == {trace.name, kept(trace).name}
+    assert list(kept(trace).parent.iterdir()) == [kept(trace)]
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["nothing there", "an old one there"])
@@ -408,31 +483,10 @@ def test_several_processes_at_once(trace, reads, stale):
     num_reads = len(reads)
     open_trace(trace)
     assert len(reads) == num_reads
-    assert {entry.name for entry in trace.parent.iterdir()} == {trace.name, kept(trace).name}
+    assert list(kept(trace).parent.iterdir()) == [kept(trace)]
 
 
-@pytest.mark.parametrize(("mode", "expected"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755), (0o444, 0o755)])
-def test_who_may_not_read_the_trace_may_not_read_its_columns(trace, mode, expected):
-    trace.chmod(mode)
-    before = os.umask(0o022)
-    try:
-        open_trace(trace)
-    finally:
-        os.umask(before)
-
-    assert stat.S_IMODE(kept(trace).stat().st_mode) == expected
-
-
-# -- the user's cache -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def only_user_cache(monkeypatch, tmp_path) -> Path:
-    """A trace's own folder cannot be written."""
-    folder = tmp_path / "user cache" / "stepscope" / "traces"
-    places = cache._places
-    monkeypatch.setattr(cache, "_places", lambda path: (p for p in places(path) if p.parent == folder))
-    return folder
+# -- what is removed --------------------------------------------------------------------------------------------
 
 
 def age(folder: Path, days: float) -> None:
@@ -440,43 +494,51 @@ def age(folder: Path, days: float) -> None:
     os.utime(folder, (then, then))
 
 
-def test_what_nobody_used_for_long_is_removed_from_the_user_s_cache(tmp_path, only_user_cache):
+@pytest.fixture
+def traces(tmp_path) -> list[Path]:
+    (tmp_path / "traces").mkdir()
+    return [write(tmp_path / "traces" / f"{name}.json", num) for name, num in (("a", 10), ("b", 20), ("c", 30))]
+
+
+def test_what_nobody_used_for_long_is_removed(traces):
     """GIVEN columns unused for 91 and for 89 days WHEN others are kept THEN the former are gone."""
-    old, recent, new = (write(tmp_path / name, num) for name, num in (("a.json", 10), ("b.json", 20), ("c.json", 30)))
+    old, recent, new = traces
     open_trace(old)
-    (of_old,) = only_user_cache.iterdir()
     open_trace(recent)
-    (of_recent,) = set(only_user_cache.iterdir()) - {of_old}
-    age(of_old, 91)
-    age(of_recent, 89)
-    note = only_user_cache / "mine"
+    age(kept(old), 91)
+    age(kept(recent), 89)
+    note = kept(old).with_name("mine")
     note.mkdir()
     (note / "note.txt").write_text("not ours")
     age(note, 1000)
 
     open_trace(new)
 
-    assert not of_old.exists() and of_recent.exists() and len(list(only_user_cache.iterdir())) == 3
-    assert (note / "note.txt").exists()
+    assert set(kept(old).parent.iterdir()) == {kept(recent), kept(new), note} and (note / "note.txt").exists()
 
 
-def test_what_is_used_stays(tmp_path, only_user_cache, reads):
-    trace = write(tmp_path / "a.json", 10)
-    open_trace(trace)
-    (folder,) = only_user_cache.iterdir()
-    age(folder, 1000)
+def test_what_is_used_stays(traces, reads):
+    open_trace(traces[0])
+    age(kept(traces[0]), 1000)
 
-    open_trace(trace)
-    open_trace(write(tmp_path / "b.json", 20))
+    open_trace(traces[0])
+    open_trace(traces[1])
 
-    assert folder.exists() and len(reads) == 2
+    assert kept(traces[0]).exists() and len(reads) == 2
 
 
-def test_columns_beside_a_trace_are_left_alone(tmp_path):
-    trace, other = write(tmp_path / "a.json", 10), write(tmp_path / "b.json", 20)
-    open_trace(trace)
-    age(kept(trace), 1000)
+def test_what_all_take_is_limited_and_the_longest_unused_goes_first(traces, monkeypatch):
+    for days, trace in enumerate(traces[:2], 1):
+        open_trace(trace)
+        age(kept(trace), days)
+    num_bytes = sum(file.stat().st_size for trace in traces[:2] for file in kept(trace).iterdir())
+    monkeypatch.setenv("STEPSCOPE_CACHE_GIB", str((num_bytes + 5_000) / (1 << 30)))
 
-    open_trace(other)
+    open_trace(traces[2])  # of about the same size: the three do not fit
 
-    assert kept(trace).exists() and kept(other).exists()
+    assert [kept(trace).exists() for trace in traces] == [True, False, True]
+
+    monkeypatch.setenv("STEPSCOPE_CACHE_GIB", "0")
+    change_time(traces[2])
+    open_trace(traces[2])
+    assert not any(kept(trace).exists() for trace in traces)

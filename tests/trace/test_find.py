@@ -258,13 +258,6 @@ def test_a_recording_without_a_trace_says_how_to_make_one(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_cache_folder_is_not_a_folder_of_ranks(tmp_path):
-    put(tmp_path / "rank0.json.stepscope" / "trace.json")
-
-    with pytest.raises(UsageError, match=r"name .*rank0\.json$"):
-        find_traces([tmp_path / "rank0.json.stepscope"])
-
-
 def test_names_are_those_the_record_side_writes():
     assert (find.TRACE_FOLDER, find.MEMORY_FILE) == (files.TRACE_FOLDER, files.MEMORY_FILE)
     assert all(name in find.NOT_TRACES for name in files.OWN_NAMES if name.endswith((".json", ".json.gz")))

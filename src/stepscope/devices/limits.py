@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepscope.errors import StepscopeError
+from stepscope.user_cache import cache_folder, own_folder, read_own
 
 PEAKS_FILE = Path(__file__).with_name("peaks.json")
 
@@ -92,11 +93,8 @@ class Ceilings:
 
 
 def ceilings_path() -> Path:
-    """Return the file of ceilings, in `$STEPSCOPE_CACHE`, `$XDG_CACHE_HOME/stepscope` or `~/.cache/stepscope`."""
-    folder, cache = os.environ.get("STEPSCOPE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if folder:
-        return Path(folder) / CEILINGS_FILE
-    return (Path(cache) if cache else Path.home() / ".cache") / "stepscope" / CEILINGS_FILE
+    """Return the file of ceilings in the user's cache folder."""
+    return cache_folder() / CEILINGS_FILE
 
 
 def load_ceilings(name: str) -> Ceilings | None:
@@ -118,11 +116,11 @@ def load_ceilings(name: str) -> Ceilings | None:
 def save_ceilings(ceilings: Ceilings) -> Path:
     """Store `ceilings` in place of older ones of the same device, and return the path written."""
     try:
-        path = ceilings_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = own_folder(create=True) / CEILINGS_FILE
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         entries = _read() | {ceilings.name: ceilings.to_json()}
         temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        temporary.chmod(0o600)  # a file that others can write is not believed
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
         raise StepscopeError(
@@ -133,7 +131,7 @@ def save_ceilings(ceilings: Ceilings) -> Path:
 
 def _read() -> dict[str, Any]:
     try:
-        entries = json.loads(ceilings_path().read_text(encoding="utf-8"))
+        entries = json.loads(read_own(own_folder() / CEILINGS_FILE))
     except (OSError, RuntimeError, ValueError):
         return {}
     return entries if isinstance(entries, dict) else {}

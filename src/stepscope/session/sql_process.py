@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 import polars as pl
 import polars.selectors as cs
@@ -58,12 +58,12 @@ def lock(memory_limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
 
 
-def send(stream: BinaryIO, header: object, frames: Mapping[str, pl.DataFrame]) -> None:
+def send(stream: IO[bytes], header: Any, frames: Mapping[str, pl.DataFrame]) -> None:
     """Write a line of JSON and tables; `receive` reads them."""
     blobs = []
     for frame in frames.values():
-        frame.write_ipc_stream(blob := io.BytesIO())
-        blobs.append(blob.getbuffer())
+        frame.write_ipc_stream(buffer := io.BytesIO())
+        blobs.append(buffer.getbuffer())
     sizes = dict(zip(frames, map(len, blobs)))
     stream.write(json.dumps([header, sizes]).encode() + b"\n")
     for blob in blobs:
@@ -71,7 +71,7 @@ def send(stream: BinaryIO, header: object, frames: Mapping[str, pl.DataFrame]) -
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> tuple[object, dict[str, pl.DataFrame]]:
+def receive(stream: IO[bytes]) -> tuple[Any, dict[str, pl.DataFrame]]:
     """Return what `send` wrote; EOFError if the other process ended before."""
     line = stream.readline()
     if not line.endswith(b"\n"):
@@ -89,7 +89,7 @@ def receive(stream: BinaryIO) -> tuple[object, dict[str, pl.DataFrame]]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
-    (query, memory_limit_bytes), tables = receive(sys.stdin.buffer)  # type: ignore[misc]
+    (query, memory_limit_bytes), tables = receive(sys.stdin.buffer)
     lock(memory_limit_bytes)
     try:
         send(answers, None, {"answer": execute(tables, query)})

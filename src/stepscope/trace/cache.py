@@ -1,7 +1,7 @@
-"""Caches a trace's columns as Parquet beside it, valid until the trace changes.
+"""Caches a trace's columns as Parquet in the user's cache folder, valid until the trace or the reader changes.
 
-`rank0.json.gz` has its columns in the folder `rank0.json.gz.stepscope`: one Parquet file per table, and `trace.json`.
-Deleting the folder is always safe. If anything is wrong with it, the trace itself is read.
+Each trace has a folder there: one Parquet file per table, and `trace.json`. Deleting it is always safe. If anything
+is wrong with it, the trace itself is read. Nothing beside a trace is taken for its columns: it came from anybody.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import io
 import os
 import secrets
 import shutil
-import stat
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,14 +23,18 @@ import polars as pl
 
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import SCHEMA_VERSION, TABLES, Table, Trace, TraceFacts
+from stepscope.user_cache import own_folder, read_own
 
 if TYPE_CHECKING:
     from stepscope.trace.reader import Progress
 
-SUFFIX = ".stepscope"
+FOLDER = "traces"
 FACTS_FILE = "trace.json"
 WORTH_KEEPING = 25_000
 """Events, about 8 MiB of JSON. Fewer are read in 0.2 s, about as long as Python takes to start."""
+LIMIT_VARIABLE = "STEPSCOPE_CACHE_GIB"
+"""Environment variable: how much all cached traces may take. The ones unused for longest are removed."""
+LIMIT_GIB = 4.0
 
 # Measured on a 414 MB trace (608,000 host and 101,000 device events), in CPU seconds and megabytes written: level 1
 # 0.39 and 9.6, level 2 0.40 and 9.3, level 3 0.46 and 9.2, level 6 0.65 and 9.1. Statistics add half to that, and
@@ -41,17 +43,25 @@ _LEVEL = 2
 _ROWS_A_GROUP = 1 << 17
 
 _END = 1 << 16
+_SETTLED_NS = 1_000_000_000  # a file that changes again within a tick of its clock would show the same times
 _LEFT_BEHIND_S = 24 * 3600  # an older temporary folder was abandoned by its process
-_UNUSED_S = 90 * 24 * 3600  # unused columns in the user's cache are removed after this time: their trace may be gone
+_UNUSED_S = 90 * 24 * 3600  # unused columns are removed after this time: their trace may be gone
 
 
 @dataclass(frozen=True)
 class _Key:
-    """What must match for cached columns to be used."""
+    """What must match for cached columns to be used.
+
+    It only says whether the trace is still the one that was read: that nobody else wrote the columns is up to their
+    folder. A digest of the whole trace would take longer than reading its columns does. Any write sets `ctime_ns`,
+    and unlike `mtime_ns` no program can set it back.
+    """
 
     num_bytes: int
     mtime_ns: int
-    ends: str  # hash of the first and last 64 KiB: a file copied over another may keep its size and time
+    ctime_ns: int
+    inode: int
+    ends: str  # hash of the first and last 64 KiB, for file systems without these
     schema_version: int
     reader: str  # hash of the reading code, so that no version number is needed
 
@@ -76,17 +86,14 @@ def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None 
     key = _key_of(path) if use_cache else None
     if key is None:
         return read_trace(path, progress)
-    for folder in _places(path):
-        kept = _load(folder, path, key)
-        if kept is not None:
-            if folder.parent == _user_cache():
-                with suppress(OSError):
-                    os.utime(folder)  # it is in use, so it is kept
-            return kept
+    kept = _load(path, key)
+    if kept is not None:
+        return kept
+    is_settled = time.time_ns() - key.ctime_ns > _SETTLED_NS
     trace = read_trace(path, progress)
-    # A trace that changed while it was read has no key.
-    if trace.num_events >= WORTH_KEEPING and _key_of(path) == key:
-        any(_store(folder, trace, key) for folder in _places(path))
+    # A trace that changed while it was read, or may do so unnoticed, has no key.
+    if trace.num_events >= WORTH_KEEPING and is_settled and _key_of(path) == key:
+        _store(trace, key)
     return trace
 
 
@@ -96,21 +103,9 @@ def read_trace(path: Path, progress: Progress | None) -> Trace:
     return reader.read_trace(path, progress)
 
 
-def _places(path: Path) -> Iterator[Path]:
-    """Return folders for a trace's columns: beside it, or the user's cache if that is not writable."""
-    yield path.with_name(path.name + SUFFIX)
-    shared = _user_cache()
-    with suppress(OSError, RuntimeError):  # a cyclic path
-        if shared is not None:
-            yield shared / _hash_of(os.fsencode(path.resolve()))
-
-
-def _user_cache() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "stepscope" / "traces"
-    except (OSError, RuntimeError):  # no home
-        return None
+def _name_of(path: Path) -> str:
+    """Return the name of the folder of a trace's columns."""
+    return _hash_of(os.fsencode(path.resolve()))
 
 
 def _key_of(path: Path) -> _Key | None:
@@ -123,7 +118,8 @@ def _key_of(path: Path) -> _Key | None:
             begin = stream.read(_END)
             stream.seek(max(0, status.st_size - _END))
             ends = _hash_of(begin + stream.read(_END))
-        return _Key(status.st_size, status.st_mtime_ns, ends, SCHEMA_VERSION, _reader_hash())
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        return _Key(status.st_size, *times, status.st_ino, ends, SCHEMA_VERSION, _reader_hash())
     except OSError:
         return None
 
@@ -133,13 +129,14 @@ def _reader_hash() -> str:
     return _hash_of(b"".join(module.read_bytes() for module in sorted(Path(__file__).parent.glob("*.py"))))
 
 
-def _load(folder: Path, path: Path, key: _Key) -> Trace | None:
-    """Return the trace cached in `folder`; None if there is none, or it is outdated, damaged, or another user's."""
+def _load(path: Path, key: _Key) -> Trace | None:
+    """Return the cached trace; None if there is none, it is outdated or damaged, or others may have written it."""
     try:
-        kept = msgspec.json.decode(_bytes_of(folder / FACTS_FILE), type=_Kept)
+        folder = own_folder(FOLDER) / _name_of(path)
+        kept = msgspec.json.decode(read_own(folder / FACTS_FILE), type=_Kept)
         if kept.key != key:
             return None
-        return Trace(
+        trace = Trace(
             path=path,
             facts=kept.facts,
             problems=kept.problems,
@@ -148,12 +145,14 @@ def _load(folder: Path, path: Path, key: _Key) -> Trace | None:
             compiler=None,
             **{table.name: _load_table(folder, table, kept.hashes[table.name]) for table in TABLES},
         )
-    except (Exception, pl.exceptions.PanicException):  # a decoder may fail in any way on untrusted bytes
+        os.utime(folder)  # it is in use, so it is kept
+        return trace
+    except (Exception, pl.exceptions.PanicException):  # a decoder may fail in any way on damaged bytes
         return None
 
 
 def _load_table(folder: Path, table: Table, expected: str) -> pl.DataFrame:
-    data = _bytes_of(folder / f"{table.name}.parquet")
+    data = read_own(folder / f"{table.name}.parquet")
     if _hash_of(data) != expected:
         raise ValueError(f"{table.name} is damaged")
     frame = pl.read_parquet(io.BytesIO(data), use_statistics=False, hive_partitioning=False)
@@ -162,29 +161,17 @@ def _load_table(folder: Path, table: Table, expected: str) -> pl.DataFrame:
     return frame.rechunk()
 
 
-def _bytes_of(file: Path) -> bytes:
-    if not file.is_file():
-        raise ValueError(f"{file} is not a file")  # and reading a pipe would block
-    return file.read_bytes()
-
-
 def _hash_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _store(folder: Path, trace: Trace, key: _Key) -> bool:
-    """Write a trace's columns under another name, then move them into place; return False if that fails."""
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
+def _store(trace: Trace, key: _Key) -> None:
+    """Write a trace's columns under another name, then move them into place; do nothing if that fails."""
+    temporary = None
     try:
-        if os.path.lexists(folder) and not _is_ours(folder):
-            return False
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in _unchanged_for(_LEFT_BEHIND_S, folder.parent):  # by killed processes, for this trace
-            if left.name.startswith(f".{folder.name}.") and left.name.endswith((".tmp", ".old")):
-                shutil.rmtree(left, ignore_errors=True)
-        # Whoever may not read the trace may not read its columns.
-        readable = trace.path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
-        temporary.mkdir(mode=stat.S_IRWXU | readable | readable >> 2)
+        folder = own_folder(FOLDER, create=True) / _name_of(trace.path)
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
+        temporary.mkdir(mode=0o700)
         hashes = {}
         for table in TABLES:
             file = temporary / f"{table.name}.parquet"
@@ -195,15 +182,15 @@ def _store(folder: Path, trace: Trace, key: _Key) -> bool:
             hashes[table.name] = _hash_of(file.read_bytes())
         kept = _Kept(key, trace.facts, trace.problems, trace.warnings, trace.num_events, hashes)
         (temporary / FACTS_FILE).write_bytes(msgspec.json.encode(kept))
+        for file in temporary.iterdir():
+            file.chmod(0o600)
         _put(temporary, folder)
-        for unused in _unchanged_for(_UNUSED_S, folder.parent) if folder.parent == _user_cache() else ():
-            if _is_ours(unused):
-                shutil.rmtree(unused, ignore_errors=True)
-        return True
+        _tidy(folder.parent)
     except (Exception, pl.exceptions.PanicException):  # a full disk, or a folder that is not writable
-        return False
+        return
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _put(temporary: Path, folder: Path) -> None:
@@ -220,18 +207,35 @@ def _put(temporary: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _is_ours(folder: Path) -> bool:
-    """Return whether a folder contains only files that Stepscope writes, so that it may be replaced."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    with os.scandir(folder) as entries:
-        return all(
-            entry.is_file(follow_symlinks=False) and (entry.name == FACTS_FILE or entry.name.endswith(".parquet"))
-            for entry in entries
-        )
+def _tidy(folder: Path) -> None:
+    """Remove what killed processes left, what was unused for long, and the oldest of what exceeds the limit.
+
+    Another process may be doing the same, or reading what goes: it then reads its trace.
+    """
+    now, room = time.time(), _limit_bytes()
+    entries = [(entry.stat(follow_symlinks=False).st_mtime, Path(entry)) for entry in _ours(folder)]
+    for used_at, entry in sorted(entries, reverse=True):
+        is_temporary = entry.name.startswith(".")
+        if not is_temporary:
+            with suppress(OSError):
+                room -= sum(file.stat().st_size for file in entry.iterdir())
+        if now - used_at > (_LEFT_BEHIND_S if is_temporary else _UNUSED_S) or room < 0:
+            shutil.rmtree(entry, ignore_errors=True)
 
 
-def _unchanged_for(seconds: float, folder: Path) -> list[Path]:
-    """Return what a folder contains that is older than this."""
+def _ours(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the folders that Stepscope wrote."""
     with os.scandir(folder) as entries:
-        return [Path(e) for e in entries if time.time() - e.stat(follow_symlinks=False).st_mtime > seconds]
+        return [each for each in entries if each.is_dir(follow_symlinks=False) and _is_name(each.name)]
+
+
+def _is_name(name: str) -> bool:
+    digits = name.removeprefix(".").partition(".")[0]
+    return len(digits) == 32 and set(digits) <= set("0123456789abcdef")
+
+
+def _limit_bytes() -> int:
+    try:
+        return int(float(os.environ.get(LIMIT_VARIABLE, LIMIT_GIB)) * (1 << 30))
+    except (ValueError, OverflowError):  # not a number: the default
+        return int(LIMIT_GIB * (1 << 30))

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from stepscope.errors import TraceError, Unavailable, UsageError
-from stepscope.trace.cache import SUFFIX, open_trace
+from stepscope.trace.cache import open_trace
 from stepscope.trace.compile_file import COMPILE_FILE, compile_file_of_trace
 from stepscope.trace.kind import BEGINNING, Kind, beginning_of, follow_link, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE
@@ -90,8 +90,6 @@ def _traces_of(path: Path) -> list[Path]:
         if kind is not Kind.TRACE:
             raise UsageError(f"{path} is a {kind.value}, not a trace")
         return [path]
-    if path.name.endswith(SUFFIX):
-        raise UsageError(f"{path} only keeps what was read of a trace: name {path.with_suffix('')}")
     if kind is Kind.RECORDING:
         return _traces_of_recording(path)
     entries = list(path.iterdir())
