@@ -40,7 +40,20 @@ def verified(lab):
     """A script that was recorded and is verified: where, and the answer."""
     script = lab.script(SCRIPT)
     script.run("1e-3", options=("--warmup", 2, "--clean", 6, "--trace", 2, "--exit-after", "--quiet"))
-    words = ("--fix", "waiting_for_data=2", "--rounds", 1, "-o", "proof", "--warmup", 5, "--clean", 12, "--json")
+    words = (
+        "--fix",
+        "waiting_for_data=2",
+        "--rounds",
+        1,
+        "-o",
+        "proof",
+        "--warmup",
+        5,
+        "--clean",
+        12,
+        "--json",
+        "--yes",
+    )
     run = script.stepscope("verify", "recording", *words)
     assert run.stderr == "" and run.exit_code == 4, run.stderr + run.stdout
     return script, json.loads(run.stdout)

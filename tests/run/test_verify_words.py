@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
+import stepscope
 from stepscope.cli import verify
 from stepscope.cli.main import main
 from stepscope.document.findings import diagnosis_document
-from stepscope.errors import RecordingError, UsageError
+from stepscope.errors import RecordingError, StepscopeError, UsageError
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding
 from stepscope.render.terminal import terminal_text
-from stepscope.sweep.record_runs import Command, Options, recorded_command, run_again
+from stepscope.sweep.record_runs import Command, Options, changes_since, recorded_command, run_again
 
 
 def parsed(*words):
@@ -95,19 +99,77 @@ def facts(tmp_path, **given):
 
 
 def test_a_recording_is_run_again_as_it_was(tmp_path):
-    command, warnings = recorded_command(tmp_path, facts(tmp_path))
+    recorded = facts(tmp_path)
+    command = recorded_command(tmp_path, recorded)
 
     assert (command.text, command.folder, command.tokens_per_step) == ("train.py --lr 3", tmp_path, 7)
-    assert warnings == []
+    assert changes_since(command, recorded) == []
 
 
 def test_a_script_that_changed_is_told(tmp_path):
     recorded = facts(tmp_path, git={"revision": "0123456789abc"})
     (tmp_path / "train.py").write_text("print(2)\n")
-    _, warnings = recorded_command(tmp_path, recorded)
+    warnings = changes_since(recorded_command(tmp_path, recorded), recorded)
 
     assert len(warnings) == 2
     assert warnings[0].startswith("train.py has changed") and "0123456789, now" in warnings[1]
+
+
+@pytest.fixture
+def shipped(tmp_path) -> Path:
+    """A recording that somebody sent: its script, and git in its repository, leave a mark if they run."""
+    mark = tmp_path / "mark"
+    (tmp_path / "train.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *words], check=True)
+    subprocess.run([*git, "config", "core.fsmonitor", f"touch {mark}; false"], check=True)
+    command = {"argv": ["train.py", "--evil\x1b[2J", "a b"], "folder": str(tmp_path), "module": False}
+    recording = tmp_path / "recording"
+    recording.mkdir()
+    (recording / "recording.json").write_text(
+        json.dumps({"schema_version": 1, "status": "finished", "command": command})
+    )
+    return recording
+
+
+def test_the_command_of_a_recording_is_shown_and_not_run_unless_told(shipped, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # not a terminal
+
+    assert main(["verify", str(shipped), "--fix", "autocast"]) == 2
+    said = capsys.readouterr().err
+    assert f"cd {shipped.parent} && python train.py '--evil?[2J' 'a b'. If you trust it, add --yes" in said
+    assert said.count("\n") == 1
+    with pytest.raises(UsageError, match="yes=True"):
+        stepscope.verify(shipped, fix="autocast")
+    assert not (shipped.parent / "mark").exists()
+
+
+@pytest.mark.parametrize("answer", ["n\n", "\n", "", "nay\n"])
+def test_on_a_terminal_the_user_is_asked(shipped, capsys, monkeypatch, answer):
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    monkeypatch.setattr("stepscope.cli.verify.is_terminal", lambda stream: True)
+
+    assert main(["verify", str(shipped), "--fix", "autocast"]) == 2
+    said = capsys.readouterr().err
+    assert "python train.py" in said and "[y/N]" in said and said.endswith("nothing was run\n")
+    assert not (shipped.parent / "mark").exists()
+
+
+@pytest.mark.parametrize("how", ["yes", "terminal", "function"])
+def test_the_command_runs_if_told(shipped, monkeypatch, how):
+    """It fails, because it never trains: what counts is that it ran."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    monkeypatch.setattr("stepscope.cli.verify.is_terminal", lambda stream: how == "terminal")
+    monkeypatch.chdir(shipped.parent)
+    asked = []
+    if how == "function":
+        with pytest.raises(StepscopeError):
+            stepscope.verify(shipped, fix="autocast", yes=lambda command: not asked.append(command))
+        assert len(asked) == 1
+    else:
+        assert main(["verify", str(shipped), "--fix", "autocast", *(["--yes"] if how == "yes" else [])]) == 2
+    assert (shipped.parent / "mark").exists()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +192,7 @@ def test_a_module_is_run_by_its_name(tmp_path):
         (tmp_path / "pack" / name).write_text("")
         command = {"argv": [str(tmp_path / "pack" / name), "x"], "folder": str(tmp_path), "module": True}
         for given in (command, {**command, "program": module}):
-            assert recorded_command(tmp_path, {"command": given})[0].words == ("-m", module, "x")
+            assert recorded_command(tmp_path, {"command": given}).words == ("-m", module, "x")
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
-from stepscope.formatting import whole_percent
+from stepscope.formatting import safe, whole_percent
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification
@@ -38,24 +38,26 @@ def verify(
     tolerance: float | None = None,
     timeout_s: float = 1800,
     output: str | os.PathLike[str] | None = None,
+    yes: bool | Callable[[str], bool] = False,
     on_line: Say | None = None,
     warn: Say | None = None,
 ) -> Verification:
     """Return what fixes save, like `stepscope verify`: `.fixes[0].status`, `.change` and `.losses`.
 
     `target` is a recording, whose command is run again, or a script with its `arguments` (a module with `is_module`).
-    `fix` is one or more ids of `stepscope list fixes`. Every run is a process of its own: `rounds` pairs of runs with
-    `warmup` and `clean` timed steps each. Losses may differ by the share `tolerance`. `on_line` receives what runs,
-    `warn` what has changed since the recording.
+    A recording can come from anybody, so its command runs only with `yes=True`, or if the function `yes` returns True
+    for it. `fix` is one or more ids of `stepscope list fixes`. Every run is a process of its own: `rounds` pairs of
+    runs with `warmup` and `clean` timed steps each. Losses may differ by the share `tolerance`. `on_line` receives
+    what runs, `warn` what has changed since the recording.
 
-    >>> verify("runs/baseline", fix="unfused_optimizer").fixes[0].status  # doctest: +SKIP
+    >>> verify("runs/baseline", fix="unfused_optimizer", yes=True).fixes[0].status  # doctest: +SKIP
     """
     need_torch()
     from stepscope.analysis.comparison.verification import Plan, Verification, steps_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
     from stepscope.findings.fixes import parse_fix
     from stepscope.session import open_session
-    from stepscope.sweep.record_runs import Options, recorded_command, script_command
+    from stepscope.sweep.record_runs import Options, changes_since, recorded_command, script_command
 
     if rounds < 1 or clean < 1:
         raise UsageError(f"{rounds} rounds of {clean} timed steps: both must be at least 1")
@@ -68,7 +70,9 @@ def verify(
     warnings: list[str] = []
     if not is_module and Path(target).is_dir():
         session = open_session(target)
-        command, warnings = recorded_command(Path(target), session.recording.facts)
+        command = recorded_command(Path(target), session.recording.facts)
+        _need_consent(Path(target), command, yes)
+        warnings = changes_since(command, session.recording.facts)
     else:
         command = script_command([os.fspath(target), *arguments], is_module)
     if warn is not None:
@@ -106,6 +110,19 @@ def verify(
     )
     (folder / RESULT_FILE).write_text(json.dumps(verification.to_json(), indent=1) + "\n", encoding="utf-8")
     return verification
+
+
+def _need_consent(recording: Path, command: Command, yes: bool | Callable[[str], bool]) -> None:
+    """Raise UsageError unless the user agrees to the command that a recording names."""
+    shown = safe(command.whole_text, len(command.whole_text))
+    if callable(yes):
+        if not yes(shown):
+            raise UsageError("nothing was run")
+    elif not yes:
+        raise UsageError(
+            f"{recording} names this command, which would be run: {shown}. If you trust it, add --yes "
+            "(in Python: yes=True)"
+        )
 
 
 def _folder(given: Path | None, command: Command) -> Path:

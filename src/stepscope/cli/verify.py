@@ -1,10 +1,11 @@
 """Measure whether a fix pays off: alternate runs with and without it, and compare step times and losses.
 
-TARGET is a script with its arguments, or a recording, whose command is run again in the same folder. A fix is applied
-from outside, in a fresh process under stepscope run; the script itself does not change. Each variant first runs once
-untimed, as a rehearsal: a fix that changes nothing is reported as "not applied". Then come N timed rounds, each with
-one run without and one with the fix. Step times are compared as in stepscope compare, and losses step by step. The
-result is shown next to the saving that stepscope diagnose expected.
+TARGET is a script with its arguments, or a recording, whose command is run again in the same folder. The command of a
+recording is shown first, and you are asked; --yes runs it without asking. A fix is applied from outside, in a fresh
+process under stepscope run; the script itself does not change. Each variant first runs once untimed, as a rehearsal:
+a fix that changes nothing is reported as "not applied". Then come N timed rounds, each with one run without and one
+with the fix. Step times are compared as in stepscope compare, and losses step by step. The result is shown next to
+the saving that stepscope diagnose expected.
 
 Put options before TARGET; --fix, --rounds and --json may also follow it. Arguments after "--" go to the script.
 Fixes joined by "+" are applied together. The exit code is 0 if every fix was measured and its losses agree, 3 if one
@@ -18,12 +19,13 @@ examples:
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import NoReturn
 
 from stepscope.api.verification import verify
 from stepscope.cli.support.options import positive, share
-from stepscope.cli.support.output import doing, print_answer, tell, write
+from stepscope.cli.support.output import doing, is_terminal, print_answer, tell, write
 from stepscope.errors import UsageError
 
 LIST = "list"
@@ -45,6 +47,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=share, metavar="P%", help=allowed)
     add("--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)")
     add("-o", "--output", type=Path, metavar="DIR", help="folder for the runs (default: runs/verify-…)")
+    add("--yes", action="store_true", help="run the command of a recording without asking")
 
 
 def _add_options_anywhere(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +78,17 @@ def main(arguments: argparse.Namespace) -> int:
             tolerance=arguments.tolerance,
             timeout_s=arguments.timeout,
             output=arguments.output,
+            yes=arguments.yes or (_ask if is_terminal(sys.stdin) and is_terminal(sys.stderr) else False),
             on_line=show,
             warn=lambda warning: tell(f"stepscope verify: {warning}"),
         )
     print_answer(verification, arguments.json)
     return verification.exit_code
+
+
+def _ask(command: str) -> bool:
+    tell(f"This recording names the command  {command}\nRun it now, several times? [y/N] ", end="")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 class _Rest(argparse.ArgumentParser):

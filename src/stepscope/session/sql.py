@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import polars as pl
 
@@ -18,6 +17,7 @@ MEMORY_LIMIT_BYTES = 2 << 30
 """How much memory a query may take besides the tables, unless told otherwise: --memory-limit."""
 _LONGEST_ERROR = 400
 _QUERIES = ("select", "with", "from", "values", "show", "explain")
+_START = "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_path({file!r}, run_name='__main__')"
 _FIRST_WORD = re.compile(r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(\w*)", re.DOTALL)
 
 
@@ -58,7 +58,7 @@ def run_query(
     named = {name: table for name, table in tables.items() if name in query.lower()} or tables
     # Its own session: Ctrl-C is for the process that talks to the user.
     with subprocess.Popen(
-        [sys.executable, str(Path(sql_process.__file__))],
+        [sys.executable, "-c", _START.format(path=[str(each) for each in sys.path], file=sql_process.__file__)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

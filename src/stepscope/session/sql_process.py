@@ -2,7 +2,7 @@
 
 Polars' SQL can read files and addresses (`read_csv('…')`), and which texts make it do so only its own parser knows.
 So the query runs where no file, folder or socket can be opened: its tables and its answer pass through the pipes that
-are open already. `sql.py` starts this file by its path, so it imports nothing else of Stepscope.
+are open already. `sql.py` runs this file alone, so it imports nothing else of Stepscope.
 """
 
 import contextlib

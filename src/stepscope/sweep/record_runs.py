@@ -86,10 +86,16 @@ class Command:
     words: tuple[str, ...]
     folder: Path
     tokens_per_step: int | None = None
+    file: Path | None = None  # the recorded script
 
     @property
     def text(self) -> str:
         return shlex.join(self.words)
+
+    @property
+    def whole_text(self) -> str:
+        """What runs, as a shell would take it."""
+        return f"cd {shlex.quote(str(self.folder))} && python {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +105,8 @@ class Options:
     timeout_s: float = 1800
 
 
-def recorded_command(folder: Path, facts: Mapping[str, Any]) -> tuple[Command, list[str]]:
-    """Return a recording's command and what has changed since; RecordingError if it cannot be rerun."""
+def recorded_command(folder: Path, facts: Mapping[str, Any]) -> Command:
+    """Return a recording's command, running nothing; RecordingError if it cannot be rerun."""
     command = facts.get("command") or {}
     argv = [str(word) for word in command.get("argv") or []]
     where = Path(str(command.get("folder") or ""))
@@ -121,11 +127,13 @@ def recorded_command(folder: Path, facts: Mapping[str, Any]) -> tuple[Command, l
     if not file.is_file():
         raise RecordingError(f"{folder} is a recording of {file}, which no longer exists. {by_hand}")
     tokens = (facts.get("config") or {}).get("tokens_per_step")
-    return Command(tuple(argv), where, tokens if isinstance(tokens, int) else None), _changes(file, facts)
+    return Command(tuple(argv), where, tokens if isinstance(tokens, int) else None, file)
 
 
-def _changes(file: Path, facts: Mapping[str, Any]) -> list[str]:
-    changes = []
+def changes_since(command: Command, facts: Mapping[str, Any]) -> list[str]:
+    """Return what has changed since a command was recorded. Runs git there, whose settings can name programs."""
+    changes, file = [], command.file
+    assert file is not None
     known = (facts.get("command") or {}).get("sha256")
     if known and file_hash(file) != known:
         changes.append(f"{file.name} has changed since it was recorded; the predicted saving may not hold")
