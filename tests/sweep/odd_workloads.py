@@ -18,7 +18,9 @@ from torch import nn
 from stepscope.errors import UsageError
 from stepscope.workloads.workload import Built, Workload, knob, ran
 
-Kind = Literal["ok", "segfault", "exit", "sys_exit", "hang", "huge", "python_huge", "raise", "threads", "killed"]
+Kind = Literal[
+    "ok", "segfault", "exit", "sys_exit", "hang", "huge", "python_huge", "raise", "threads", "killed", "slow"
+]  # fmt: skip
 Trouble = Literal["none", "garbage", "daemon", "impossible"]
 
 
@@ -35,6 +37,8 @@ def build(kind: Kind = "ok", width: int = 8, batch: int = 2, pid_file: str = "")
         sys.exit(4)
     elif kind == "hang":
         time.sleep(1000)
+    elif kind == "slow":
+        time.sleep(0.5)
     elif kind == "huge":
         torch.empty(1 << 40, dtype=torch.uint8)
     elif kind == "python_huge":

@@ -42,6 +42,7 @@ def test_every_kind_of_end_is_a_row_and_the_rest_of_the_grid_completes(rows_of):
     assert by_kind["sys_exit"]["exit_code"] == 4
     assert by_kind["raise"]["reason"] == "ValueError in stage build: no such thing"
     assert by_kind["killed"]["signal"] == "SIGKILL"
+    assert [kind for kind, row in by_kind.items() if row.get("killed")] == ["killed"]  # the only one from outside
     assert "killed after 8 s in stage build" in by_kind["hang"]["reason"]
     huge = by_kind["huge"]
     assert huge["oom"]["asked_bytes"] == 1 << 40

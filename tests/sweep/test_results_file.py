@@ -10,10 +10,11 @@ import pytest
 
 from stepscope.errors import RecordingError, UsageError
 from stepscope.sweep.results import Results, heal
+from stepscope.trace.sweep_file import read_sweep
 
 
 def row_of(name, **more):
-    return {"hash": name, "status": "ok", "config": {}, "run": {}, **more}
+    return {"hash": name, "workload": "x", "status": "ok", "config": {}, "run": {}, **more}
 
 
 ROW = row_of("a", environment={"torch": "2"})
@@ -64,6 +65,64 @@ def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path, damaged):
     (tmp_path / "results.jsonl").write_text(f"{json.dumps(ROW)}\n{damaged}\n{json.dumps(ROW)}\n")
     with pytest.raises(UsageError, match=r"line 2"):
         opened(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "sweep.json"])
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
+    with opened(tmp_path) as results:
+        results.append(dict(ROW))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(UsageError, match="is a pipe or a device"):
+        opened(tmp_path, resume=True)
+    if name == "results.jsonl":
+        with pytest.raises(RecordingError, match="is a pipe or a device"):
+            read_sweep(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", ".lock"])
+def test_a_link_in_the_folder_leads_nowhere(tmp_path, name):
+    with opened(tmp_path / "sweep"):
+        pass
+    (tmp_path / "sweep" / name).unlink()
+    (tmp_path / "mine").touch()
+    (tmp_path / "sweep" / name).symlink_to(tmp_path / "mine")
+
+    with pytest.raises((RecordingError, UsageError), match="Cannot write"):
+        opened(tmp_path / "sweep", resume=True)
+    assert (tmp_path / "mine").read_bytes() == b""
+
+
+def test_a_point_that_was_killed_from_outside_is_tried_again_but_not_forever(tmp_path):
+    """GIVEN a killed point and a crashed one THEN only the former has no final row, until its third try."""
+    killed = row_of("a", killed=True)
+    with opened(tmp_path) as results:
+        results.append(dict(killed))
+        results.append(row_of("b", status="crashed", signal="SIGSEGV"))
+        assert results.hashes == {"a", "b"}  # this sweep does not try again by itself
+    for attempt in (2, 3):
+        with opened(tmp_path, resume=True) as results:
+            assert results.hashes == {"b"}
+            results.append(dict(killed))
+            assert results.hashes == {"a", "b"}
+        rows = heal(tmp_path / "results.jsonl")
+        assert [row["hash"] for row in rows] == ["a", "b"] and rows[0]["attempts"] == attempt
+
+    with opened(tmp_path, resume=True) as results:
+        assert results.hashes == {"a", "b"}
+
+
+def test_a_second_try_that_succeeds_is_the_row(tmp_path):
+    with opened(tmp_path) as results:
+        results.append(row_of("a", status="crashed", killed=True))
+    with opened(tmp_path, resume=True) as results:
+        results.append(row_of("a"))
+        results.append(row_of("b"))  # and appending goes on in the new file
+
+    assert [(row["hash"], row["status"]) for row in heal(tmp_path / "results.jsonl")] == [("a", "ok"), ("b", "ok")]
+    with opened(tmp_path, resume=True) as results:
+        assert results.hashes == {"a", "b"}
 
 
 def test_rows_of_a_newer_stepscope_are_left_to_it(tmp_path):

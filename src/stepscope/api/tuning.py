@@ -91,7 +91,8 @@ def run_tuning(
     from stepscope.document.tuning import trial_line
     from stepscope.planner.forecast import Forecaster
     from stepscope.recorder.files import write_json
-    from stepscope.sweep.results import SWEEP_FILE, read_facts
+    from stepscope.rows import SWEEP_FILE
+    from stepscope.sweep.results import facts_of
     from stepscope.sweep.runner import Options, Runner
     from stepscope.sweep.server import Server, default_start
     from stepscope.sweep.tuning.descent import Search
@@ -100,7 +101,7 @@ def run_tuning(
     space = _space(workload, axes, over)
     asked = {"defaults": space.base.hash, "budget_bytes": budget_bytes}
     is_there = place.resume and (place.folder / SWEEP_FILE).exists()
-    if is_there and read_facts(place.folder).get("tune") != asked:
+    if is_there and facts_of(place.folder).get("tune") != asked:
         raise UsageError(f"{place.folder} holds a tuning with other values or another budget: name another folder")
     defaults = {**space.base.config, **space.base.run}
     # On a CPU the limit would apply to the whole process, and a plan covers tensors only.

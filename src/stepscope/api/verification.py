@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +55,7 @@ def verify(
     from stepscope.analysis.comparison.verification import Plan, Verification, steps_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
     from stepscope.findings.fixes import parse_fix
+    from stepscope.recorder.files import write_json
     from stepscope.session import open_session
     from stepscope.sweep.record_runs import Options, changes_since, recorded_command, script_command
 
@@ -108,7 +108,7 @@ def verify(
         fixes=tuple(verify_runs(plan, before, after[plan.fix], expected.get(plan.fix)) for plan in plans),
         warnings=tuple(warnings),
     )
-    (folder / RESULT_FILE).write_text(json.dumps(verification.to_json(), indent=1) + "\n", encoding="utf-8")
+    write_json(folder / RESULT_FILE, verification.to_json())
     return verification
 
 

@@ -102,6 +102,7 @@ def run_and_print(
 ) -> int:
     """Run the points that have no row yet and print the answer; 0 if each row's status is `fine`."""
     from stepscope.api.sweeps import run_sweep
+    from stepscope.rows import is_tried_again
 
     place = place_of(arguments, verb, arguments.workload)
     with Progress(plural(len(points), "point"), silent_s=0.0, resumes=True) as progress:
@@ -114,6 +115,9 @@ def run_and_print(
     if is_interrupted:
         tell(f"stepscope: interrupted; continue with  {place.resume_command}")
         return EXIT_INTERRUPTED
+    if num_killed := sum(map(is_tried_again, results.rows)):
+        killed = "1 point was killed" if num_killed == 1 else f"{num_killed:,} points were killed"
+        tell(f"stepscope: {killed} from outside; measure again with  {place.resume_command}")
     asked = {point.hash for point in points}
     is_fine = all(row["status"] in fine for row in results.rows if row["hash"] in asked)
     return 0 if is_fine else EXIT_NOT_ALL_OK

@@ -26,6 +26,7 @@ from stepscope.workloads.registry import find
 SCHEMA_VERSION = 1
 OnRow = Callable[[Measure, dict[str, Any] | None, int], None]
 _FOLDER = re.compile(r"[A-Za-z0-9_-]+")
+_JUST_STARTED = (f".{STUDY_FILE}.tmp",)  # what a study leaves if it is killed right at the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         if not resume:
             raise UsageError(f"{folder} already holds a study. Continue it with: {resume_command}")
         commands = [*known.get("commands", []), command]
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(entry.name not in _JUST_STARTED for entry in folder.iterdir()):
         raise UsageError(f"{folder} is not empty and holds no study. Choose another folder with -o")
     facts = {
         "schema_version": SCHEMA_VERSION,
@@ -81,7 +82,8 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / STUDY_FILE, facts)
         if source.endswith(".toml"):  # the report can be made again from the folder alone
-            shutil.copyfile(source, folder / TOML_FILE)
+            shutil.copyfile(source, part := folder / f".{TOML_FILE}.tmp")
+            part.replace(folder / TOML_FILE)
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder with -o") from None
 
@@ -114,7 +116,13 @@ def _runner(
     measure: Measure, server: Server, results: Results, timeout_s: float
 ) -> Callable[[Point], dict[str, Any]]:
     if isinstance(measure, Recordings):
-        return lambda point: record_point(point, results.folder.absolute(), measure.options, timeout_s, measure.loop)
+        where = results.folder.absolute()
+
+        def record(point: Point) -> dict[str, Any]:
+            with results.writing():
+                return record_point(point, where, measure.options, timeout_s, measure.loop)
+
+        return record
     assert isinstance(measure, Sweep)
     options = Options(timeout_s=timeout_s, trace=measure.trace, layers=measure.layers)
     return Runner(find(measure.workload), server, results, options).run

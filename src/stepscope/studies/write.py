@@ -1,7 +1,6 @@
 """Writes a study's report and its further files into its folder."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,13 @@ def write_study(study: Study, folder: Path) -> Path:
     stored = Stored(folder)
     report = report_of_study(study, stored)
     write_files(study, report, stored)
-    for inner in ("tables", "charts"):  # an earlier report may have had more
-        shutil.rmtree(folder / REPORT_FOLDER / inner, ignore_errors=True)
-    return write_report(report, folder / REPORT_FOLDER)
+    report_folder = folder / REPORT_FOLDER
+    old = {path: path.lstat().st_ino for inner in ("tables", "charts") for path in (report_folder / inner).glob("*")}
+    page = write_report(report, report_folder)
+    for path, inode in old.items():  # an earlier report may have had more; one that was replaced is another file
+        if path.lstat().st_ino == inode:
+            path.unlink()
+    return page
 
 
 def write_files(study: Study, report: Document, stored: Stored) -> None:

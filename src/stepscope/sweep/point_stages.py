@@ -15,10 +15,11 @@ import torch
 
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
 from stepscope.recorder.machine.environment import environment_facts
+from stepscope.rows import Row
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate, proofs
 from stepscope.sweep.checks.proofs import CompiledGraphs
-from stepscope.sweep.protocol import OK, UNPROVEN, WRONG, CannotRun, Report, Request, Row, first_line
+from stepscope.sweep.protocol import OK, UNPROVEN, WRONG, CannotRun, Report, Request, first_line
 from stepscope.sweep.run_knobs import has_backward
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Evidence, WholeStep, Workload

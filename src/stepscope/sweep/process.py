@@ -15,8 +15,20 @@ from typing import Any
 from unittest import mock
 
 from stepscope.errors import StepscopeError
+from stepscope.rows import KILLED
 from stepscope.sweep import memory
-from stepscope.sweep.protocol import CRASHED, OOM, SKIPPED, CannotRun, Report, Request, first_line
+from stepscope.sweep.protocol import (
+    CRASHED,
+    EXIT_CANNOT_WRITE,
+    OOM,
+    SKIPPED,
+    CannotRun,
+    CannotWrite,
+    Report,
+    Request,
+    first_line,
+    is_full_disk,
+)
 
 _REFUSALS = ("No available kernel", "No viable backend")
 """What torch says when the only allowed backend cannot run, on a GPU and on a CPU."""
@@ -71,7 +83,10 @@ CHILD_SUBREAPER = 36
 def begin(request: Request, parent_id: int) -> None:
     """Make this child of `parent_id` the point's process and run the point. Never returns."""
     die_with_parent(parent_id)
-    log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+    except OSError:
+        os._exit(EXIT_CANNOT_WRITE)
     for source, *targets in ((log, 1, 2), (os.open(os.devnull, os.O_RDONLY), 0)):
         for target in targets:
             os.dup2(source, target)
@@ -84,7 +99,12 @@ def begin(request: Request, parent_id: int) -> None:
     faulthandler.enable(sys.stderr)
     with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel kills the point, not the sweep
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    run_point(request)
+    try:
+        run_point(request)
+    except CannotWrite:
+        with contextlib.suppress(OSError):  # a result that is not there says that the exit code is ours
+            Path(request.result_path).unlink()
+        os._exit(EXIT_CANNOT_WRITE)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the workload may have closed it
             stream.flush()
@@ -133,6 +153,8 @@ def run_point(request: Request) -> None:
                 from stepscope.sweep.point_stages import run_stages
 
                 run_stages(request, report)
+        except CannotWrite:
+            raise
         except BaseException as error:
             _classify(error, report, request, messages)
     report.write()
@@ -140,7 +162,10 @@ def run_point(request: Request) -> None:
 
 def _classify(error: BaseException, report: Report, request: Request, messages: list[str]) -> None:
     fields = report.fields
-    traceback.print_exception(error)  # to the point's log
+    if is_full_disk(error):  # the log is on the same disk, so even a print fails
+        raise CannotWrite from error
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)  # to the point's log
     shortage = memory.read_error(error)
     if isinstance(error, CannotRun | StepscopeError):
         fields.update(status=SKIPPED, reason=str(error))
@@ -148,6 +173,9 @@ def _classify(error: BaseException, report: Report, request: Request, messages: 
         fields.update(status=OOM, oom=shortage, reason=first_line(error))
     elif (refused := refusal(error, messages, request.run, request.config)) is not None:
         fields.update(status=SKIPPED, reason=refused[0], refused=refused[1])
+    elif isinstance(error, KeyboardInterrupt):
+        reason = f"interrupted from outside in stage {fields.get('stage')}"
+        fields.update({"status": CRASHED, KILLED: True, "signal": "SIGINT", "reason": reason})
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         fields.update(status=CRASHED, exit_code=code, reason=f"the workload called sys.exit({error.code!r})")

@@ -1,16 +1,20 @@
 """What passes between a sweep and the process of one point: the request, the row so far, the statuses."""
 
 import dataclasses
+import errno
 from pathlib import Path
 from typing import Any
 
 from stepscope.recorder.files import write_json
+from stepscope.rows import Row
 
 OK, OOM, WRONG, UNPROVEN, SKIPPED, CRASHED, TIMEOUT = (
     "ok", "oom", "wrong", "unproven", "skipped", "crashed", "timeout",
 )  # fmt: skip
 
-Row = dict[str, Any]  # one line of results.jsonl; docs/bench.md lists its keys
+EXIT_CANNOT_WRITE = 74
+"""Exit code of a point's process that could not write; it then leaves no result either. EX_IOERR of sysexits.h."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,19 @@ class Request:
     """Time each layer in the first call and once warm. Skips the gate, which would warm up the process."""
     shapes: list[dict[str, Any]] | None = None
     """Knobs of the shapes at which compiled code is only compared with eager code (`compile_check.py`)."""
+
+
+class CannotWrite(BaseException):
+    """Writing failed, so nothing is known about the point. Not an Exception: no workload may catch it."""
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Return whether an error, or one that caused it, is a full disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class CannotRun(Exception):
@@ -62,4 +79,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        write_json(self._path, self.fields)
+        try:
+            write_json(self._path, self.fields)
+        except OSError as error:
+            raise CannotWrite from error

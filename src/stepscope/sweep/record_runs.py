@@ -1,5 +1,6 @@
 """Runs a point of a sweep or a user's script under `stepscope run`, each in a fresh process."""
 
+import errno
 import json
 import os
 import re
@@ -17,17 +18,21 @@ from typing import Any
 
 from stepscope.errors import RecordingError, UsageError
 from stepscope.recorder import fixes
+from stepscope.recorder.files import STATUS_FINISHED
 from stepscope.recorder.run_facts import file_hash, git_revision, now
+from stepscope.rows import KILLED, Row
 from stepscope.sweep.grid import Point
-from stepscope.sweep.protocol import CRASHED, OK, OOM, SKIPPED, TIMEOUT, Row
-from stepscope.sweep.results import LOG_FOLDER
-from stepscope.sweep.runner import identity
+from stepscope.sweep.protocol import CRASHED, OK, OOM, SKIPPED, TIMEOUT
+from stepscope.sweep.results import LOG_FOLDER, NEW_FILE
+from stepscope.sweep.runner import FROM_OUTSIDE, identity
 
 RECORDING_FOLDER = "recordings"
 RECORDING = "recording"
 PARENT_VARIABLE = "STEPSCOPE_ASKED_BY"
 """Environment variable with the id of the process that waits for a run; the run ends when that process does."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+_NO_SPACE = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT)))
+_LEAST_SPACE = 1 << 20  # bytes that a run needs for its own files
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
 _RUN = (sys.executable, "-m", "stepscope", "run", "--quiet", "--exit-after", "-o")
 
@@ -37,7 +42,7 @@ def record_point(
 ) -> Row:
     """Train a point under `stepscope run` until its last window ends and return its row without writing it.
 
-    `options` go to `stepscope run`, `loop` to sweep/train.py.
+    `options` go to `stepscope run`, `loop` to sweep/train.py. OSError if the disk is full.
     """
     name = f"{RECORDING_FOLDER}/{point.hash}"
     recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
@@ -55,10 +60,16 @@ def record_point(
         facts = json.loads((recording / "recording.json").read_bytes())
     except (OSError, ValueError):
         facts = None
-    environment = facts.get("environment") if isinstance(facts, dict) else None
+    facts = facts if isinstance(facts, dict) else {}
+    status = _status(failure, log)
+    if failure is None and facts.get("status") != STATUS_FINISHED:
+        status = {"status": CRASHED, "reason": f"the run left no finished recording; see {log}"}
+    if status["status"] == CRASHED:
+        _refuse_full_disk(folder, log)
+    environment = facts.get("environment")
     return {
         **identity(point),
-        **_status(failure, log),
+        **status,
         RECORDING: name if (recording / "recording.json").is_file() else None,
         "environment": environment if isinstance(environment, dict) else None,
         "started_at": started_at,
@@ -76,7 +87,22 @@ def _status(failure: "Failure | None", log: Path) -> Row:
     cannot_run = _CANNOT_RUN.search(output)
     if cannot_run:
         return {"status": SKIPPED, "reason": cannot_run[1]}
+    if failure.signal in FROM_OUTSIDE:
+        return {"status": CRASHED, "reason": failure.reason, KILLED: True}
     return {"status": OOM if _OUT_OF_MEMORY.search(output) else CRASHED, "reason": failure.reason}
+
+
+def _refuse_full_disk(folder: Path, log: Path) -> None:
+    """Raise OSError if a run may have failed because the disk was full: that says nothing about its point."""
+    if log.is_file() and _NO_SPACE.search(log.read_text(encoding="utf-8", errors="replace")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    probe = folder / ".space"
+    try:
+        with probe.open("wb") as stream:
+            stream.write(bytes(_LEAST_SPACE))
+            os.fsync(stream.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -182,6 +208,7 @@ def run_again(command: Command, output: Path, options: Options, fix: str | None,
 class Failure:
     reason: str
     is_timeout: bool = False
+    signal: int | None = None  # what ended it
 
 
 def run_process(
@@ -189,7 +216,7 @@ def run_process(
 ) -> Failure | None:
     """Run a command with its output in `log`; None if it succeeded. Its child processes end with it."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as stream:
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NEW_FILE, 0o644), "wb") as stream:
         process = subprocess.Popen(
             words,
             cwd=folder,
@@ -210,7 +237,7 @@ def run_process(
     if exit_code == 0:
         return None
     if exit_code < 0:
-        return Failure(f"killed by {signal.Signals(-exit_code).name}; see {log}")
+        return Failure(f"killed by {signal.Signals(-exit_code).name}; see {log}", signal=-exit_code)
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return Failure(lines[-1] if lines else f"exit code {exit_code}, no output")
 

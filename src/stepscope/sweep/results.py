@@ -22,16 +22,26 @@ from typing import Any
 from stepscope.errors import RecordingError, UsageError
 from stepscope.formatting import plural
 from stepscope.recorder.files import write_json
-from stepscope.sweep.protocol import Row
+from stepscope.rows import (
+    ATTEMPTS,
+    RESULTS_FILE,
+    SCHEMA_VERSION,
+    SWEEP_FILE,
+    BadRow,
+    Row,
+    is_tried_again,
+    read_facts,
+    read_regular,
+    read_rows,
+)
 from stepscope.version import __version__
 
-SCHEMA_VERSION = 1
-
-SWEEP_FILE = "sweep.json"
-RESULTS_FILE = "results.jsonl"
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 TRACE_FOLDER = "traces"
+
+NEW_FILE = os.O_CLOEXEC | os.O_NOFOLLOW
+"""How files of a sweep are opened for writing: a link in a folder from somebody else could lead to any file."""
 
 # What a sweep leaves if it is killed right at the start: nothing to resume, and not somebody else's files.
 _JUST_STARTED = {LOCK_FILE, LOG_FOLDER, f".{SWEEP_FILE}.tmp"}
@@ -45,7 +55,7 @@ class Results(AbstractContextManager["Results"]):
         try:
             _check_ours(folder)
             (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | NEW_FILE, 0o644)
         except OSError as error:
             raise UsageError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with -o.") from None
         try:
@@ -54,23 +64,29 @@ class Results(AbstractContextManager["Results"]):
             os.close(self._lock)
             raise UsageError(f"Another sweep is writing to {folder}. Choose another folder with -o.") from None
         try:
-            path = folder / RESULTS_FILE
-            num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0  # including a half-written one
+            self._path = folder / RESULTS_FILE
+            num_lines = _num_lines(self._path)
             if num_lines and not resume:
                 raise UsageError(
                     f"{folder} already has {plural(num_lines, 'row')}. Resume it with:  {resume_command}"
                 )
             with self.writing():
-                self.rows = heal(path)
+                self.rows = list({row["hash"]: row for row in heal(self._path)}.values())
+                self._places = {row["hash"]: place for place, row in enumerate(self.rows)}
+                self.hashes = {row["hash"] for row in self.rows if not is_tried_again(row)}
+                """Points that need not be measured: they have a row, and nothing outside ended them before."""
                 self.facts = self._facts(facts)
-                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._descriptor = self._open()
         except BaseException:
             os.close(self._lock)
             raise
 
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NEW_FILE, 0o644)
+
     def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         path = self.folder / SWEEP_FILE
-        old = read_facts(self.folder) if path.exists() else {}
+        old = facts_of(self.folder) if path.exists() else {}
         merged = {
             **{name: value for name, value in facts.items() if name != "command"},
             "schema_version": SCHEMA_VERSION,
@@ -91,10 +107,6 @@ class Results(AbstractContextManager["Results"]):
                 f"{self._resume_command}"
             ) from None
 
-    @property
-    def hashes(self) -> set[str]:
-        return {row["hash"] for row in self.rows}
-
     def append(self, row: Row) -> None:
         """Write a finished row to disk. Its environment goes to sweep.json."""
         environment = row.pop("environment", None)
@@ -105,12 +117,30 @@ class Results(AbstractContextManager["Results"]):
                 self.facts["environments"][key] = environment
                 with self.writing():
                     write_json(self.folder / SWEEP_FILE, self.facts)
-        line = (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
+        place = self._places.setdefault(row["hash"], len(self.rows))
         with self.writing():
-            while line:  # a nearly full disk silently accepts only a part
-                line = line[os.write(self._descriptor, line) :]
-            os.fsync(self._descriptor)
-        self.rows.append(row)
+            if place < len(self.rows):
+                row[ATTEMPTS] = self.rows[place].get(ATTEMPTS, 1) + 1
+                self._rewrite([*self.rows[:place], row, *self.rows[place + 1 :]])
+                self.rows[place] = row
+            else:
+                _write(self._descriptor, _line_of(row))
+                os.fsync(self._descriptor)
+                self.rows.append(row)
+        self.hashes.add(row["hash"])
+
+    def _rewrite(self, rows: list[Row]) -> None:
+        """Put these rows in place of those on disk, at once: a kill leaves all old ones or all new ones."""
+        part = self._path.with_name(f".{self._path.name}.part")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NEW_FILE, 0o644)
+        try:
+            _write(descriptor, b"".join(map(_line_of, rows)))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        part.replace(self._path)
+        os.close(self._descriptor)
+        self._descriptor = self._open()
 
     def __exit__(self, *_exception: object) -> None:
         os.close(self._descriptor)
@@ -144,48 +174,47 @@ def _check_ours(folder: Path) -> None:
         return
     if SWEEP_FILE not in names:
         raise UsageError(f"{folder} is not empty and is not a sweep. Choose another folder with -o.")
-    facts = read_facts(folder)
-    if "schema_version" not in facts or not isinstance(facts.get("environments"), dict):
-        raise UsageError(f"{folder / SWEEP_FILE} does not belong to a sweep. Choose another folder with -o.")
+    facts_of(folder)
 
 
 def heal(path: Path) -> list[Row]:
     """Return the rows of a results file and remove a half-written last line."""
     if not path.exists():
         return []
-    text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    rows = [_row(line, number, path) for number, line in enumerate(whole.splitlines(), 1) if line.strip()]
-    if whole != text:
-        os.truncate(path, len(whole))
-    return rows
-
-
-_ROW_TYPES = {"hash": str, "status": str, "config": dict, "run": dict}
-
-
-def _row(line: bytes, number: int, path: Path) -> Row:
     try:
-        row = json.loads(line)
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _ROW_TYPES.items()):
-            raise ValueError
-        for name in ("samples_device_ns", "samples_host_ns"):
-            if not all(isinstance(ns, (int, float)) for ns in row.get(name) or ()):
-                raise ValueError
-        is_newer = row.get("schema_version", SCHEMA_VERSION) > SCHEMA_VERSION
-    except (ValueError, RecursionError, TypeError):
+        found = read_rows(path)
+    except BadRow as error:
         raise UsageError(
-            f"{path}, line {number} is not a valid row: it was edited or damaged. Delete the line to measure its "
-            "point again."
+            f"{path}, {error}. If it was edited or damaged, delete the line to measure its point again."
         ) from None
-    if is_newer:
-        raise UsageError(f"{path}, line {number} was written by a newer version of stepscope. Use that version.")
-    return row
+    if found.is_cut_off:
+        os.truncate(path, found.whole_bytes)
+    return list(found.rows)
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
+def _num_lines(path: Path) -> int:
+    """Return the number of lines, including a half-written one."""
     try:
-        facts = json.loads((folder / SWEEP_FILE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"Cannot read {folder / SWEEP_FILE}: {error}") from None
-    return facts if isinstance(facts, dict) else {}
+        return len(read_regular(path).splitlines())
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror or error}. Choose another folder with -o.") from None
+
+
+def _line_of(row: Row) -> bytes:
+    return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:  # a nearly full disk silently accepts only a part
+        data = data[os.write(descriptor, data) :]
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return sweep.json; UsageError if it cannot be read or is not a sweep's."""
+    try:
+        return read_facts(folder)
+    except (OSError, BadRow) as error:
+        said = getattr(error, "strerror", None) or error
+        raise UsageError(f"Cannot use {folder / SWEEP_FILE}: {said}. Choose another folder with -o.") from None

@@ -4,19 +4,22 @@ import hashlib
 import json
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepscope.formatting import size
 from stepscope.recorder.run_facts import now
+from stepscope.rows import KILLED, SCHEMA_VERSION, Row
 from stepscope.sweep.grid import Point
-from stepscope.sweep.protocol import CRASHED, OOM, TIMEOUT, Request, Row
-from stepscope.sweep.results import LOG_FOLDER, SCHEMA_VERSION, TRACE_FOLDER, Results
+from stepscope.sweep.protocol import CRASHED, EXIT_CANNOT_WRITE, OOM, TIMEOUT, Request
+from stepscope.sweep.results import LOG_FOLDER, TRACE_FOLDER, Results
 from stepscope.sweep.run_knobs import has_backward, without_autotuning
 from stepscope.sweep.server import Ending, Server
 from stepscope.workloads.workload import Workload
+
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What a user, a scheduler or the kernel ends a process with: it says nothing about the point."""
 
 # Run knobs that the gate's verdict does not depend on.
 IGNORED_BY_GATE = ("warmup", "steps", "optimizer")
@@ -37,26 +40,27 @@ class Runner:
     def __init__(self, workload: Workload[Any], server: Server, results: Results, options: Options) -> None:
         self._gate_sizes = workload.gate
         self._server = server
-        self._folder = results.folder.absolute()
+        self._results, self._folder = results, results.folder.absolute()
         self.options = options
         self._gates: dict[str, dict[str, Any]] = {}
 
     def run(self, point: Point, probe: bool = False) -> Row:
         key, options = self._gate_key(point), self.options
         trace = self._folder / TRACE_FOLDER / f"{point.hash}.json.gz"
-        row = measured_row(
-            point,
-            self._server,
-            self._folder,
-            self._folder / LOG_FOLDER / f"{point.hash}.txt",
-            trace_path=str(trace) if options.trace and not probe else None,
-            memory_limit_bytes=options.memory_limit_bytes,
-            known_gate=self._gates.get(key),
-            probe=probe,
-            timeout_s=options.timeout_s,
-            compares_dtypes=options.compares_dtypes and not probe,
-            layers=options.layers and not probe,
-        )
+        with self._results.writing():
+            row = measured_row(
+                point,
+                self._server,
+                self._folder,
+                self._folder / LOG_FOLDER / f"{point.hash}.txt",
+                trace_path=str(trace) if options.trace and not probe else None,
+                memory_limit_bytes=options.memory_limit_bytes,
+                known_gate=self._gates.get(key),
+                probe=probe,
+                timeout_s=options.timeout_s,
+                compares_dtypes=options.compares_dtypes and not probe,
+                layers=options.layers and not probe,
+            )
         gate = row.get("gate")
         if gate is not None:
             self._gates.setdefault(key, {**gate, "run_by": point.hash})
@@ -103,7 +107,10 @@ def identity(point: Point) -> Row:
 
 
 def measured_row(point: Point, server: Server, folder: Path, log: Path, **options: Any) -> Row:
-    """Run a point in its own process and return its row, however it ended. `options` are those of the request."""
+    """Run a point in its own process and return its row, however it ended. `options` are those of the request.
+
+    OSError if its process could not write: that says nothing about the point.
+    """
     request = Request(
         workload=point.workload,
         preset=point.preset,
@@ -113,12 +120,13 @@ def measured_row(point: Point, server: Server, folder: Path, log: Path, **option
         log_path=str(log),
         **options,
     )
-    started_at = now()
+    started_at, result = now(), Path(request.result_path)
+    result.unlink(missing_ok=True)  # of a sweep that was killed
     ending = server.run(request)
-    fields: Row = {"notes": []}
-    with suppress(OSError, ValueError):
-        fields = json.loads(Path(request.result_path).read_bytes())
-        Path(request.result_path).unlink()
+    fields = _result(result)
+    if ending.exit_code == EXIT_CANNOT_WRITE and not fields:
+        raise OSError("a point could not write its result or its log. Is the disk full?")
+    fields.setdefault("notes", [])
     if ending.timed_out:
         fields.update(status=TIMEOUT, reason=f"killed after {request.timeout_s:g} s in stage {_stage(fields)}")
     elif ending.exit_code:
@@ -139,19 +147,35 @@ def measured_row(point: Point, server: Server, folder: Path, log: Path, **option
     }
 
 
+def _result(path: Path) -> Row:
+    """Return and remove what a point's process left; empty if it left nothing whole."""
+    try:
+        fields = json.loads(path.read_bytes())
+        path.unlink()
+    except (OSError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
 def _stage(fields: Row) -> str:
     return str(fields.get("stage", "start"))
 
 
 def _failure(ending: Ending, request: Request, stage: str) -> Row:
     code = ending.exit_code
+    if ending.lost:
+        reason = f"the process that starts points was lost in stage {stage} (exit code {code})"
+        return {"status": CRASHED, KILLED: True, "reason": reason}
     if code == -signal.SIGKILL and ending.memory_kill:
         lost = {"asked_bytes": None, "free_bytes": 0, "total_bytes": None}
         reason = "the kernel killed it because the machine ran out of memory"
-        return {"status": OOM, "oom": lost, "reason": reason, "signal": "SIGKILL"}
+        return {"status": OOM, "oom": lost, "reason": reason, "signal": "SIGKILL", KILLED: True}
     last = _last_line(Path(request.log_path))
     if code >= 0:
         return {"status": CRASHED, "exit_code": code, "reason": f"exit code {code} in stage {stage}{last}"}
+    if -code in FROM_OUTSIDE:
+        name = signal.Signals(-code).name
+        return {"status": CRASHED, "signal": name, "reason": f"killed by {name} in stage {stage}", KILLED: True}
     try:
         name = signal.Signals(-code).name
     except ValueError:

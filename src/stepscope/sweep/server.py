@@ -40,6 +40,7 @@ class Ending:
     timed_out: bool
     memory_kill: bool  # whether the kernel killed a process for lack of memory meanwhile
     seconds: float
+    lost: bool = False  # whether the server itself ended, and its point with it
 
 
 def default_start() -> str:
@@ -68,7 +69,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
             pass
         # The server was killed from outside, or its answers were corrupted. Its point dies with it.
         code = self._end(process)
-        return Ending(exit_code=code, timed_out=False, memory_kill=False, seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return Ending(exit_code=code, timed_out=False, memory_kill=False, seconds=seconds, lost=True)
 
     def _begin(self) -> subprocess.Popen[bytes]:
         # Its own session: Ctrl-C is for the process that talks to the user.

@@ -6,9 +6,9 @@ from enum import Enum
 from pathlib import Path
 
 from stepscope.errors import UsageError
+from stepscope.rows import RESULTS_FILE
 from stepscope.trace.memory_file import MEMORY_FILE
 from stepscope.trace.recording import RECORDING_FILE
-from stepscope.trace.sweep_file import RESULTS_FILE
 
 STUDY_FILE = "study.json"
 BEGINNING = 1 << 16

@@ -112,9 +112,10 @@ def sweep_of(
     varying, constants = varying_axes([point.axes for point in points])
     if any(point.max_batch is not None for point in points):
         varying = tuple(name for name in varying if name != "batch")
-    keys = [_group(row, point.axes) for row, point in zip(rows, points)]
-    for key in dict.fromkeys(keys):
-        members = [index for index, other in enumerate(keys) if other == key]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, (row, point) in enumerate(zip(rows, points)):
+        groups.setdefault(_group(row, point.axes), []).append(index)
+    for members in groups.values():
         row = rows[members[0]]
         compared = _compared([points[index] for index in members], row.get("reference") or {}, _alternatives(row))
         for index, point in zip(members, compared):
@@ -179,7 +180,7 @@ def _model_flops(row: Mapping[str, Any], facts: Mapping[str, float]) -> int | No
     formula: int | None = row.get("flops_formula")
     if not formula:
         return row.get("flops_counted")
-    passes = 3 if row["run"]["mode"] in ("forward+backward", "step") else 1
+    passes = 3 if row["run"].get("mode") in ("forward+backward", "step") else 1
     return formula - passes * round(facts.get("dropped_flops", 0))
 
 
@@ -192,7 +193,7 @@ def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
     counted = {dtype: value for dtype, value in (row.get("flops_counted_by_dtype") or {}).items() if value}
     total = sum(counted.values())
     if not total:
-        return {str(row["run"]["dtype"]).removeprefix("autocast_"): flops}
+        return {str(row["run"].get("dtype")).removeprefix("autocast_"): flops}
     return {dtype: round(flops * value / total) for dtype, value in counted.items()}
 
 
@@ -238,6 +239,10 @@ def _compared(
     varied = {name: value for name, value in plain.items() if len({point.axes.get(name) for point in group}) > 1}
     plainest = next((i for i in times if all(group[i].axes.get(n) == value for n, value in varied.items())), None)
     computed = [_computed(point, alternatives) for point in group]
+    rivals_of: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for index in times:
+        rivals_of.setdefault(tuple(computed[index].items()), []).append(index)
+    eager = {_axes_key(point.axes): point.time for point in reversed(group) if point.status == OK}
 
     def cost(index: int) -> float:
         # Per token if there are tokens: rows of a batch search have different batches.
@@ -258,26 +263,32 @@ def _compared(
             deviation = abs(loss - plain_loss) / abs(plain_loss)
         return {"loss_deviation": deviation, "differs": "; ".join(parts) or None}
 
-    for index in times:
-        rivals = [other for other in times if computed[other] == computed[index]]
+    for rivals in rivals_of.values():
         best = min(rivals, key=cost)
-        ways = {tuple(group[other].axes.get(name) for name in plain) for other in rivals}
-        compared[index] = replace(
-            group[index],
-            speedup=cost(plainest) / cost(index) if plainest is not None and varied else None,
-            break_even_steps=_break_even_steps(group[index], group),
-            **({} if plainest is None else against(index, plainest)),
-            is_best=index == best and len(ways) > 1,
-            is_tied=index != best and len(ways) > 1 and meets(index, best),
-        )
+        has_ways = len({tuple(group[other].axes.get(name) for name in plain) for other in rivals}) > 1
+        for index in rivals:
+            compared[index] = replace(
+                group[index],
+                speedup=cost(plainest) / cost(index) if plainest is not None and varied else None,
+                break_even_steps=_break_even_steps(group[index], eager),
+                **({} if plainest is None else against(index, plainest)),
+                is_best=index == best and has_ways,
+                is_tied=index != best and has_ways and meets(index, best),
+            )
     return compared
 
 
-def _break_even_steps(point: PointSummary, group: Sequence[PointSummary]) -> float | None:
+def _axes_key(axes: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    return frozenset(axes.items())
+
+
+def _break_even_steps(
+    point: PointSummary, times: Mapping[frozenset[tuple[str, Any]], Distribution | None]
+) -> float | None:
+    """Return when a compiled point has made up for compiling; `times` are those of its group, by axes."""
     if point.axes.get("compile") == "off" or point.compile_ns is None or point.time is None:
         return None
-    eager_axes = {**point.axes, "compile": "off"}
-    eager = next((other.time for other in group if other.axes == eager_axes and other.status == OK), None)
+    eager = times.get(_axes_key({**point.axes, "compile": "off"}))
     if eager is None:
         return None
     spent_ns = max(point.compile_ns, (point.first_call_ns or 0) - point.time.median)

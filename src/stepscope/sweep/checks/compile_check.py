@@ -16,10 +16,11 @@ import torch
 import torch._inductor.config
 
 from stepscope.recorder.compiler.compile_watch import CompilerProbe, place_of, useful_line
+from stepscope.rows import Row
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate
 from stepscope.sweep.point_stages import begin
-from stepscope.sweep.protocol import CRASHED, OK, WRONG, CannotRun, Report, Request, Row
+from stepscope.sweep.protocol import CRASHED, OK, WRONG, CannotRun, Report, Request
 from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
 from stepscope.workloads.workload import Batch, Built, Value
 

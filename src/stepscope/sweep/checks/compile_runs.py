@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import UsageError
+from stepscope.rows import Row
 from stepscope.sweep.grid import Grid, Point
-from stepscope.sweep.protocol import OK, Row
+from stepscope.sweep.protocol import OK
 from stepscope.sweep.runner import measured_row
 from stepscope.sweep.server import Server, default_start
 from stepscope.workloads.workload import Workload

@@ -11,8 +11,9 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
+from stepscope.rows import Row
 from stepscope.sweep.grid import Point
-from stepscope.sweep.protocol import OK, OOM, UNPROVEN, Row
+from stepscope.sweep.protocol import OK, OOM, UNPROVEN
 from stepscope.sweep.tuning.space import BATCH, CHECKPOINT, COMPILE, ORDER, SDPA, SET_BY_STEP, Axis, Space, value_of
 from stepscope.sweep.tuning.trials import BESIDE, DEFAULTS, OutOfTime, Trials, cost_ns, costs_ns, is_pruned, steady_ns
 from stepscope.workloads.workload import Value

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from stepscope.errors import UsageError
+from stepscope.rows import Row
 from stepscope.sweep.grid import Point, changed, renamed
-from stepscope.sweep.protocol import OK, OOM, Row
+from stepscope.sweep.protocol import OK, OOM
 from stepscope.sweep.runner import Runner
 from stepscope.workloads.workload import Workload
 

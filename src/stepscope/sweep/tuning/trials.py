@@ -8,9 +8,10 @@ from typing import Any
 
 from stepscope.formatting import duration, percent, size
 from stepscope.recorder.run_facts import now
+from stepscope.rows import Row
 from stepscope.sweep.checks.gate import TOLERANCE
 from stepscope.sweep.grid import Point, renamed
-from stepscope.sweep.protocol import OK, OOM, SKIPPED, TIMEOUT, WRONG, Row
+from stepscope.sweep.protocol import OK, OOM, SKIPPED, TIMEOUT, WRONG
 from stepscope.sweep.results import Results
 from stepscope.sweep.runner import Runner, identity
 from stepscope.sweep.tuning.space import BATCH, COMPILE, Space
@@ -134,8 +135,9 @@ class Trials:
         self._space, self._runner, self._results, self.clock = space, runner, results, clock
         self._forecast, self._budget_bytes, self._timeout_s = forecast, budget_bytes, timeout_s
         self._on_begin, self._on_row = on_begin, on_row
-        self.rows: dict[str, Row] = {row["hash"]: row for row in results.rows}
-        self._seconds = {row["tune"]["of"]: row["seconds"] for row in results.rows if row["status"] == OK}
+        known = [row for row in results.rows if row["hash"] in results.hashes]
+        self.rows: dict[str, Row] = {row["hash"]: row for row in known}
+        self._seconds = {row["tune"]["of"]: row["seconds"] for row in known if row["status"] == OK}
         self.points: dict[str, Point] = {}  # all points with a row, including those measured only as a reference loss
         self.reserved_s = 0.0
         self.pace: Row | None = None
