@@ -45,8 +45,11 @@ def record_point(
     `options` go to `stepscope run`, `loop` to sweep/train.py. OSError if the disk is full.
     """
     name = f"{RECORDING_FOLDER}/{point.hash}"
-    recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
-    shutil.rmtree(recording, ignore_errors=True)  # left by an interrupted run
+    log = folder / LOG_FOLDER / f"{point.hash}.txt"
+    # Under its own name until it ends: the run of a study that was killed just before may still be writing.
+    recording = folder / RECORDING_FOLDER / f".{point.hash}.{os.getpid()}"
+    for left in (folder / RECORDING_FOLDER).glob(f".{point.hash}.*"):
+        shutil.rmtree(left, ignore_errors=True)
     words = [*_RUN, str(recording)]
     batch, length = point.config.get("batch"), point.config.get("seq_len")
     if ":" not in point.workload and isinstance(batch, int) and isinstance(length, int):
@@ -66,11 +69,14 @@ def record_point(
         status = {"status": CRASHED, "reason": f"the run left no finished recording; see {log}"}
     if status["status"] == CRASHED:
         _refuse_full_disk(folder, log)
-    environment = facts.get("environment")
+    environment, is_there = facts.get("environment"), (recording / "recording.json").is_file()
+    shutil.rmtree(folder / name, ignore_errors=True)
+    if is_there:
+        recording.rename(folder / name)
     return {
         **identity(point),
         **status,
-        RECORDING: name if (recording / "recording.json").is_file() else None,
+        RECORDING: name if is_there else None,
         "environment": environment if isinstance(environment, dict) else None,
         "started_at": started_at,
         "finished_at": now(),

@@ -40,6 +40,8 @@ LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 TRACE_FOLDER = "traces"
 
+RESULT_PREFIX = ".point-"  # of the file in which a point's process leaves its result until it is a row
+
 NEW_FILE = os.O_CLOEXEC | os.O_NOFOLLOW
 """How files of a sweep are opened for writing: a link in a folder from somebody else could lead to any file."""
 
@@ -71,6 +73,8 @@ class Results(AbstractContextManager["Results"]):
                     f"{folder} already has {plural(num_lines, 'row')}. Resume it with:  {resume_command}"
                 )
             with self.writing():
+                for left in folder.glob(f"{RESULT_PREFIX}*"):  # by a sweep that was killed
+                    left.unlink(missing_ok=True)
                 self.rows = list({row["hash"]: row for row in heal(self._path)}.values())
                 self._places = {row["hash"]: place for place, row in enumerate(self.rows)}
                 self.hashes = {row["hash"] for row in self.rows if not is_tried_again(row)}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from stepscope.recorder.run_facts import now
 from stepscope.rows import KILLED, SCHEMA_VERSION, Row
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, EXIT_CANNOT_WRITE, OOM, TIMEOUT, Request
-from stepscope.sweep.results import LOG_FOLDER, TRACE_FOLDER, Results
+from stepscope.sweep.results import LOG_FOLDER, RESULT_PREFIX, TRACE_FOLDER, Results
 from stepscope.sweep.run_knobs import has_backward, without_autotuning
 from stepscope.sweep.server import Ending, Server
 from stepscope.workloads.workload import Workload
@@ -116,7 +117,8 @@ def measured_row(point: Point, server: Server, folder: Path, log: Path, **option
         preset=point.preset,
         config=dict(point.config),
         run=dict(point.run),
-        result_path=str(folder / f".{point.hash}.json"),
+        # Its own name: the point of a sweep that was killed just before may still be writing.
+        result_path=str(folder / f"{RESULT_PREFIX}{point.hash}.{os.getpid()}.json"),
         log_path=str(log),
         **options,
     )

@@ -142,6 +142,7 @@ def _point(
     row: Mapping[str, Any], whole: bool, environments: Mapping[str, Mapping[str, Any]], limits: Limits
 ) -> PointSummary:
     time = _described(row.get("samples_device_ns"))
+    is_same = row.get("samples_host_ns") == row.get("samples_device_ns")  # on a CPU; an interval takes milliseconds
     facts = row.get("facts") or {}
     flops = _model_flops(row, facts)
     tokens = row.get("num_tokens") or None
@@ -161,7 +162,7 @@ def _point(
         axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},
         device_name=name,
         time=time,
-        host=_described(row.get("samples_host_ns")),
+        host=time if is_same else _described(row.get("samples_host_ns")),
         tokens_per_s=tokens / (time.median / 1e9) if tokens and time else None,
         flops_per_s=flops / (time.median / 1e9) if flops and time else None,
         mfu=mfu,
