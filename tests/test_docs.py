@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,10 @@ def test_the_readme_names_every_verb():
     assert all(f"stepscope {verb}" in text for verb in VERBS)
     for page in ("docs/measurement.md", "docs/recording.md", "docs/card.md", "docs/overhead.md", "CHANGELOG.md"):
         assert page in text and (ROOT / page).exists()
+
+
+def test_the_tests_that_the_threat_model_names_exist():
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", text)
+
+    assert len(set(named)) > 12 and all((ROOT / name).is_file() for name in named)

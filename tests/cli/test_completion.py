@@ -77,3 +77,13 @@ def test_settings_are_defaults_and_unknown_ones_are_errors(tmp_path, monkeypatch
 
     assert main(["show", "nothing-here"]) == 2
     assert (problem or "nothing-here") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verb", "key"), [("verify", "yes"), ("report", "force"), ("run", "force")])
+def test_a_file_cannot_give_the_user_s_consent(tmp_path, monkeypatch, capsys, verb, key):
+    """It may have come with somebody else's folder."""
+    (tmp_path / "pyproject.toml").write_text(f"[tool.stepscope.{verb}]\n{key} = true\n")
+    monkeypatch.chdir(tmp_path)
+
+    assert main([verb, "nothing-here"]) == 2
+    assert f"has no key '{key}'" in capsys.readouterr().err

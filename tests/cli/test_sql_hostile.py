@@ -177,3 +177,17 @@ def test_csv_holds_no_formula(tmp_path, form):
     rows = sql(trace, 'select name, 1 as "=x" from host', "--csv").stdout.splitlines()
 
     assert rows == ["name,'=x", f"{guarded(form)},1"] and guarded(form) != form
+
+
+def test_no_process_imports_from_the_folder_it_is_run_in(tmp_path):
+    """GIVEN a folder from somebody else, with modules beside the trace WHEN it is queried there THEN none runs."""
+    trace = put(tmp_path, "aten::mm")
+    for name in ("polars", "json", "runpy", "io", "msgspec", "stepscope"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    # As the installed command does it: the folder is not where the first process imports from.
+    code = "import sys; del sys.path[0]; from stepscope.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = ["sql", trace.name, "select name from host", "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+
+    assert json.loads(done.stdout) == [{"name": "aten::mm"}], done.stderr
+    assert not (tmp_path / "mark").exists()

@@ -17,6 +17,9 @@ from typing import Any
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.sweep.toml_file import read_toml
 
+_ONLY_TYPED = ("help", "yes", "force")
+"""Options that a file cannot set: it may have come with somebody else's folder, and these are the user's consent."""
+
 
 def ignored_rules(folder: Path) -> Collection[str]:
     """Return `ignore` of `[tool.stepscope.diagnose]` in the nearest pyproject.toml at or above a folder."""
@@ -30,7 +33,7 @@ def ignored_rules(folder: Path) -> Collection[str]:
 def set_defaults(parser: argparse.ArgumentParser, verb: str) -> None:
     """Set the defaults of a verb's options from pyproject.toml; UsageError for a key that is not an option."""
     path, table = _settings(Path.cwd(), verb)
-    options = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+    options = {each.dest: each for each in parser._actions if each.option_strings and each.dest not in _ONLY_TYPED}
     for key, value in table.items():
         action = options.get(key.replace("-", "_"))
         if action is None:
