@@ -21,7 +21,7 @@ SHARES = {"bench": 0.33, "study": 0.2, "report": 0.2, "cache": 0.2, "run": 0.07}
 
 
 def main() -> int:
-    import faults
+    import fault_campaign as faults
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, default=Path("kills.jsonl"))

@@ -1,4 +1,4 @@
-"""Some of the faults of tests/faults.py: kills at operations and at random, full disks, lost processes."""
+"""Some of the faults of tests/fault_campaign.py: kills at operations and at random, full disks, lost processes."""
 
 from __future__ import annotations
 

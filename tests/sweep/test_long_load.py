@@ -70,7 +70,7 @@ def test_a_sweep_of_many_points_takes_the_same_time_and_memory_for_each(tmp_path
 MANY_POINTS = """
 import os, sys
 sys.path[:0] = sys.argv[3:]
-import faults
+import fault_campaign as faults
 from pathlib import Path
 from types import SimpleNamespace
 from stepscope.sweep.grid import Point

@@ -51,6 +51,8 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{RECORDING_FILE}.tmp"
+        probe.unlink(missing_ok=True)  # all that is there of a run that was killed in its first moment
         entries = [e for e in folder.iterdir() if not (keep_ranks and RANK_FOLDER.fullmatch(e.name))]
         if entries:
             if not _is_recording(folder / RECORDING_FILE):
@@ -61,7 +63,6 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
                 if entry.name not in OWN_NAMES and not CHILD_FOLDER.fullmatch(entry.name):
                     continue  # the user keeps own files beside the recording
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        probe = folder / f".{RECORDING_FILE}.tmp"
         probe.touch()
         probe.unlink()
     except OSError as error:
