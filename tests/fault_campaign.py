@@ -490,7 +490,7 @@ def _run(folder: Path, fault: Fault) -> tuple[int, list[str]]:
             broken.append(f"unreadable: {(folder.parent / 'log').read_text()[-600:]}")
         elif found[0] not in ("finished", "interrupted", "failed") or (found[0] == "finished" and code != FINE):
             broken.append(f"false status: ended with {code}, says {found}")
-        elif found[0] == "finished" and found[1] + found[2] != 30:
+        elif found[0] == "finished" and found[1] + found[2] < 30:  # a line cut at its end is read and counted
             broken.append(f"steps lost without a word: {found}")
     again, _ = in_fork(work, folder)
     ended, found = in_fork(read, folder)
