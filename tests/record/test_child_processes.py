@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import stepscope
+from stepscope.recorder.files import is_running
 from stepscope.recorder.processes import BOOTSTRAP_FOLDER, VARIABLE, rank
 from stepscope.recorder.processes.bootstrap import sitecustomize
-from stepscope.recorder.processes.ending import adopt, ending, is_running
+from stepscope.recorder.processes.ending import adopt, ending
 from stepscope.recorder.processes.options import Options
 from stepscope.recorder.processes.start import with_options
 from stepscope.recorder.windows import Windows

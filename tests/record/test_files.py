@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ import torch
 import stepscope
 from stepscope.recorder import files
 from stepscope.recorder.files import LineFile, prepare_folder, write_json, write_json_gz
+from stepscope.recorder.run_facts import now
+from stepscope.recorder.wall import identity
 from stepscope.recorder.windows import Windows
 
 
@@ -178,6 +183,21 @@ def test_each_line_is_on_disk_when_append_returns(tmp_path):
     assert path.read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_folder_that_is_being_recorded_is_not_replaced(tmp_path, is_ended):
+    """GIVEN a recording of a process that still runs, or of one whose number another process has now."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started_at = "2000-01-01T00:00:00Z" if is_ended else now()
+        facts = {"schema_version": 1, "status": "interrupted", "pid": process.pid, "started_at": started_at}
+        write_json(tmp_path / files.RECORDING_FILE, facts)
+        with nullcontext() if is_ended else pytest.raises(ValueError, match=f"by process {process.pid}: wait"):
+            prepare_folder(tmp_path, force=True)
+        assert (tmp_path / files.RECORDING_FILE).exists() != is_ended
+        process.communicate(b"")
+    write_json(tmp_path / files.RECORDING_FILE, facts)
+    prepare_folder(tmp_path, force=True)
+
+
 def test_lines_past_the_limit_are_counted_and_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_SAMPLE_LINES", 2)
     lines = LineFile(tmp_path / "lines")
@@ -197,6 +217,35 @@ def test_lines_are_utf_8_whatever_the_locale(tmp_path):
     assert (tmp_path / "lines").read_bytes() == '{"name": "Schrödinger"}\n'.encode()
 
 
+def test_a_descriptor_that_the_script_reuses_is_the_scripts(tmp_path):
+    """GIVEN a script that closes every descriptor and gets ours for a file of its own WHEN lines are appended."""
+    lines = LineFile(tmp_path / "lines")
+    lines.append("1")
+    theirs = os.open(tmp_path / "theirs", os.O_CREAT | os.O_WRONLY)
+    os.dup2(theirs, lines._file._descriptor)  # closes ours
+    lines.append("2")
+    os.dup2(theirs, lines._file._descriptor)
+    lines.close()
+
+    assert (tmp_path / "theirs").read_bytes() == b""
+    assert (tmp_path / "lines").read_text() == "1\n2\n"
+    os.write(theirs, b"still open")
+    os.close(theirs)
+
+
+def test_lines_do_not_follow_a_folder_that_was_replaced(tmp_path):
+    lines = LineFile(tmp_path / "lines")
+    os.close(lines._file._descriptor)
+    (tmp_path / "lines").replace(tmp_path / "old")
+    (tmp_path / "lines").write_text("of another run")
+    lines.append("1")
+    lines.append("2")
+    lines.close()
+
+    assert (tmp_path / "lines").read_text() == "of another run"
+    assert (lines.num_lines, lines.num_dropped) == (0, 2)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
 def test_a_full_disk_never_ends_the_training(tmp_path):
     """GIVEN a disk that fills up during the run WHEN steps end THEN the loop goes on as if nobody looked."""
@@ -205,7 +254,9 @@ def test_a_full_disk_never_ends_the_training(tmp_path):
     num_steps = 0
     with stepscope.record(tmp_path / "run", model=model, windows=Windows(warmup=1, clean=2, trace=0)) as rec:
         full = os.open("/dev/full", os.O_WRONLY)
-        os.dup2(full, rec._session._samples._file._descriptor)
+        file = rec._session._samples._file._file
+        os.dup2(full, file._descriptor)
+        file._identity = identity(full)
         os.close(full)
         for _ in range(5):
             model(torch.ones(1, 2)).sum().backward()

@@ -17,7 +17,7 @@ from stepscope.recorder.model import (
     parameter_facts,
     visible_modules,
 )
-from stepscope.recorder.patches import Patch
+from stepscope.recorder.patches import Around
 
 
 class Inner(nn.Module):
@@ -280,13 +280,13 @@ def test_a_patch_comes_off_unless_somebody_stands_on_it():
             return 2 * x
 
     original = Owner.function
-    patch = Patch(Owner, "function", lambda original, x: original(x) + 1)
+    patch = Around(Owner, "function", lambda original, x: original(x) + 1)
     patched = Owner.function
     assert (patched(3), patched.__doc__) == (7, "Doubles.")
     patch.remove()
     assert Owner.function is original
 
-    patch = Patch(Owner, "function", lambda original, x: original(x) + 1)
+    patch = Around(Owner, "function", lambda original, x: original(x) + 1)
     ours = Owner.function
     theirs = Owner.function = lambda x: 10 * ours(x)
     assert Owner.function(3) == 70

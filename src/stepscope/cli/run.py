@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stepscope.errors import StepscopeError, UsageError, need_torch
+from stepscope.errors import UsageError, need_torch
 
 if TYPE_CHECKING:
     from stepscope.recorder.fixes.applied import AppliedFixes
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the script and print its card; exceptions and the exit code are the script's own."""
+    from stepscope.recorder import wall
     from stepscope.recorder.processes import launch, start
     from stepscope.recorder.processes.imports import AfterImport
     from stepscope.recorder.windows import Windows
@@ -81,28 +82,37 @@ def main(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
 
+    wall.raise_up()
     run = _Run(arguments, windows)
-    atexit.register(run.end_late)  # before multiprocessing registers the function that waits for its processes
+    atexit.register(
+        wall.guarded(run.end_late)
+    )  # before multiprocessing registers the function that waits for its processes
     start.cancel()
     AfterImport("torch", after=run.torch_is_here)
     try:
         load = launch.load_module if arguments.module else launch.load_script
         program = load(words[0], words[1:])
-        run.prepare(program)
     except launch.NotPython:
         launch.run_in_plain_python(["-m", *words] if arguments.module else words)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    run.card_stream = _send_output_to_stderr() if arguments.json else sys.stdout
+    try:
+        run.prepare(program)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    except Exception as error:
+        wall.failed(error)
+    if arguments.json:
+        run.print_card_to(_send_output_to_stderr())
     if "torch" in sys.modules:
-        run.torch_is_here()
+        wall.guarded(run.torch_is_here)()
 
     outcome: BaseException | None = None
     try:
         launch.run_program(program)
     except BaseException as error:
         outcome = error
-    run.ended(outcome)
+    wall.guarded(run.ended)(outcome)
     if outcome is not None:
         launch.raise_as_script(outcome, program.code)
     return 0
@@ -120,7 +130,12 @@ class _Run:
         self._pid = os.getpid()
         self._late: list[BaseException | None] = []
         self.folder = Path()
-        self.card_stream: TextIO = sys.stdout
+        self.print_card_to(sys.stdout)
+
+    def print_card_to(self, stream: TextIO) -> None:
+        from stepscope.recorder.wall import identity
+
+        self._card_stream = stream, identity(stream.fileno()) if stream is not None else None
 
     def prepare(self, program: "Program") -> None:
         """Make the folder and write what will run; ValueError if it cannot be written."""
@@ -194,6 +209,7 @@ class _Run:
     def _end(self, outcome: BaseException | None) -> None:
         from stepscope.recorder.processes import start
         from stepscope.recorder.processes.ending import adopt, ending
+        from stepscope.recorder.wall import tell
 
         start.withdraw()
         status, facts = ending(outcome)
@@ -207,18 +223,18 @@ class _Run:
         try:
             adopt(self.folder, self._options is not None and self._options.rank is not None)
         except OSError as error:
-            print(f"stepscope: the recordings of the processes stay apart: {error}", file=sys.__stderr__)
+            tell(f"the recordings of the processes stay apart: {error}")
         if self._arguments.json or not self._arguments.quiet:
-            _show(self.folder, self._arguments.json, self.card_stream)
+            _show(self.folder, self._arguments.json, *self._card_stream)
 
     def _write(self, status: str) -> None:
         from stepscope.recorder import files
 
-        facts = {**self._facts, "schema_version": files.SCHEMA_VERSION, "status": status}
+        facts = {**self._facts, "schema_version": files.SCHEMA_VERSION, "status": status, "pid": self._pid}
         files.write_json(self.folder / files.RECORDING_FILE, facts)
 
     def _tell(self, line: str) -> None:
-        from stepscope.recorder.processes.child import tell
+        from stepscope.recorder.wall import tell
 
         if not self._arguments.quiet and not int(os.environ.get("RANK", "0")):
             tell(line)
@@ -252,14 +268,17 @@ def _flush() -> None:
             pass  # the script may have closed it
 
 
-def _show(folder: Path, as_json: bool, stream: TextIO) -> None:
+def _show(folder: Path, as_json: bool, stream: TextIO, opened_on: tuple[int, int] | None) -> None:
     from stepscope.api import read
     from stepscope.cli.support.output import print_card
+    from stepscope.recorder.wall import identity, tell
 
     if int(os.environ.get("RANK", "0")):
         return
     try:
+        if identity(stream.fileno()) != opened_on:
+            raise ValueError(f"the script closed or replaced standard output. Run `stepscope show {folder}`")
         print_card(read(folder), as_json, stream)
         stream.flush()
-    except (StepscopeError, OSError, ValueError) as error:
-        print(f"stepscope: the card could not be shown: {error}", file=sys.__stderr__)
+    except Exception as error:
+        tell(f"the card could not be shown: {error}")

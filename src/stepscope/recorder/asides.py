@@ -13,8 +13,9 @@ import torch
 
 from stepscope.recorder.clock import CHECKPOINT, GARBAGE, LOGGING
 from stepscope.recorder.loop import Loop
-from stepscope.recorder.patches import Handle, Patch, remove_all
+from stepscope.recorder.patches import After, Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
+from stepscope.recorder.wall import failed
 
 # Module, what in it, label. Modules that are not imported yet are patched when they are.
 _FUNCTIONS = (
@@ -34,29 +35,20 @@ _FUNCTIONS = (
 def install_asides(loop: Loop) -> list[Handle]:
     """Label the time inside checkpoints, log calls and full garbage collections."""
 
-    def sample(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def samples(*_args: Any, **_kwargs: Any) -> None:
         if loop.listens():
             loop.between.outputs_are_sampled()
-        return original(*args, **kwargs)
 
     return [
         *_Patches.of_modules(loop),
-        Patch(logging.Logger, "callHandlers", _around(loop, LOGGING)),
-        *[Patch(torch, name, sample) for name in ("multinomial", "normal")],  # what torch.distributions calls
+        Patch(logging.Logger, "callHandlers", _labeled(loop, LOGGING)),
+        *[Patch(torch, name, samples) for name in ("multinomial", "normal")],  # what torch.distributions calls
         _Garbage(loop),
     ]
 
 
-def _around(loop: Loop, label: str) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        is_labeled = loop.aside_begins(label)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if is_labeled:
-                loop.aside_ended()
-
-    return around
+def _labeled(loop: Loop, label: str) -> Callable[..., After | None]:
+    return lambda *_args, **_kwargs: loop.aside_ended if loop.aside_begins(label) else None
 
 
 class _Patches:
@@ -80,7 +72,7 @@ class _Patches:
             *owners, function = name.split(".")
             owner = functools.reduce(lambda at, one: getattr(at, one, None), owners, sys.modules.get(self._module))
             if module == self._module and hasattr(owner, function):
-                self._handles.append(Patch(owner, function, _around(self._loop, label)))
+                self._handles.append(Patch(owner, function, _labeled(self._loop, label)))
 
     def remove(self) -> None:
         remove_all(self._handles)
@@ -97,11 +89,14 @@ class _Garbage:
     def _collects(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] < 2:
             return
-        if phase == "start":
-            self._is_labeled = self._loop.aside_begins(GARBAGE)
-        elif self._is_labeled:
-            self._is_labeled = False
-            self._loop.aside_ended()
+        try:
+            if phase == "start":
+                self._is_labeled = self._loop.aside_begins(GARBAGE)
+            elif self._is_labeled:
+                self._is_labeled = False
+                self._loop.aside_ended()
+        except Exception as error:
+            failed(error)
 
     def remove(self) -> None:
         if self._collects in gc.callbacks:

@@ -12,8 +12,11 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
+
+from stepscope.recorder.wall import identity
 
 SCHEMA_VERSION = 1
 
@@ -59,6 +62,8 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
                 raise ValueError(f"{folder} is not empty and holds no recording: name another folder with -o")
             if not force:
                 raise ValueError(f"{folder} already holds a recording: add --force to replace it, or use -o OTHER")
+            if (pid := _recorded_by(folder / RECORDING_FILE)) is not None:
+                raise ValueError(f"{folder} is being recorded by process {pid}: wait for its end, or use -o OTHER")
             for entry in entries:
                 if entry.name not in OWN_NAMES and not CHILD_FOLDER.fullmatch(entry.name):
                     continue  # the user keeps own files beside the recording
@@ -77,6 +82,46 @@ def _is_recording(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(facts, dict) and "schema_version" in facts and "status" in facts
+
+
+def _recorded_by(path: Path) -> int | None:
+    """Return the process that is still writing a recording, or None if it has ended."""
+    facts = json.loads(path.read_bytes())
+    pid, started_at = facts.get("pid"), str(facts.get("started_at"))
+    if facts["status"] != STATUS_INTERRUPTED or not isinstance(pid, int) or pid == os.getpid() or not is_running(pid):
+        return None
+    began = process_start(pid)
+    return None if began is not None and began > started_at else pid  # a later process may have the same number
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process still runs; one that has ended and was not waited for does not."""
+    try:
+        return _process_facts(pid)[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def process_start(pid: int) -> str | None:
+    """Return when a process began, as ISO 8601 in UTC, rounded down to a second; None if it is not known."""
+    try:
+        boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
+        seconds = int(_process_facts(pid)[19]) // os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(boot[1]) + seconds - 1)) if boot else None
+
+
+def _process_facts(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on: the state, …"""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def num_steps(folder: Path) -> int:
@@ -103,32 +148,58 @@ def write_json_gz(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-class LineFile:
-    """An append-only file of JSON lines. Each line is a single `write`, so a kill leaves no mixed lines."""
+class OwnFile:
+    """A file that is only appended to, never through a descriptor that the script has closed and opened on another.
+
+    Each `append` is a single write, so a kill leaves no mixed lines.
+    """
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # A high number: scripts that become daemons close the low descriptors.
-        self._descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
-        os.close(descriptor)
+        self._path = path
+        self._descriptor = self._open(os.O_CREAT)
+        self._identity = identity(self._descriptor)
+
+    def _open(self, flags: int = 0) -> int:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o644)
+        try:
+            # A high number: scripts that become daemons close the low descriptors.
+            return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
+        finally:
+            os.close(descriptor)
+
+    def append(self, data: bytes) -> None:
+        """Append bytes. Raises OSError if the disk is full, or the file was removed or replaced."""
+        if identity(self._descriptor) != self._identity:
+            self._descriptor = self._open()
+            if identity(self._descriptor) != self._identity:
+                self.close()
+                raise FileNotFoundError(f"{self._path} was replaced")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        if self._identity is not None and identity(self._descriptor) == self._identity:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+class LineFile:
+    """A file of JSON lines. After MAX_SAMPLE_LINES, or on a full disk, lines are only counted."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = OwnFile(path)
         self.num_lines = 0
         self.num_dropped = 0
 
     def append(self, lines: str, num_lines: int = 1) -> None:
-        """Append lines of JSON. After MAX_SAMPLE_LINES, or on a full disk, lines are only counted."""
         if self.num_lines >= MAX_SAMPLE_LINES:
             self.num_dropped += num_lines
             return
         try:
-            os.write(self._descriptor, f"{lines}\n".encode())
+            self._file.append(f"{lines}\n".encode())
             self.num_lines += num_lines
         except OSError:
             self.num_dropped += num_lines
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            try:
-                os.close(self._descriptor)
-            except OSError:
-                pass  # the script closed it
-            self._descriptor = -1
+        self._file.close()

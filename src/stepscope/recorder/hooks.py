@@ -18,8 +18,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from stepscope.recorder.asides import install_asides
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.model import drop_hooks
-from stepscope.recorder.patches import Handle, Patch
+from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen
+from stepscope.recorder.patches import After, Around, Handle, Patch
 from stepscope.recorder.probes import Probes
+from stepscope.recorder.wall import failed
 
 
 def install(loop: Loop, probes: Probes) -> list[Handle]:
@@ -43,20 +45,34 @@ def _optimizer_hooks(loop: Loop) -> list[Handle]:
     usual = loop.usual
 
     def begins(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or (usual.is_on and usual.optimizer_begins(optimizer)):
+        if torch.compiler.is_compiling():
             return
-        if loop.listens(trains=True):
-            loop.optimizer_begins(optimizer)
+        try:
+            if not (usual.is_on and usual.optimizer_begins(optimizer)):
+                unseen(report, loop.optimizer_begins, optimizer)
+        except Exception as error:
+            failed(error)
 
     def ended(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or (usual.is_on and usual.optimizer_ended(optimizer)):
+        if torch.compiler.is_compiling():
             return
-        if loop.listens(trains=True):
-            loop.optimizer_ended(optimizer, skipped=False)
+        try:
+            has_modes = num_function_modes() or num_dispatch_modes()
+            if usual.is_on and has_modes:
+                is_usual = unseen(usual.optimizer_ended, optimizer)
+            else:
+                is_usual = usual.is_on and usual.optimizer_ended(optimizer)
+            if not is_usual:
+                unseen(report, loop.optimizer_ended, optimizer)
+        except Exception as error:
+            failed(error)
 
-    def made(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        loop.optimizer_made(optimizer)
+    def report(event: Callable[[Any], None], optimizer: Any) -> None:
+        if loop.listens(trains=True):
+            event(optimizer)
+
+    def made(optimizer: Any, *_args: Any, **_kwargs: Any) -> After:
+        return lambda is_made: loop.optimizer_made(optimizer) if is_made else None
 
     return [
         Patch(torch.optim.Optimizer, "__init__", made),
@@ -71,135 +87,110 @@ def surround_optimizers(loop: Loop, optimizers: Iterable[Any]) -> list[Handle]:
     The global hooks run inside that range, so ranges opened there would not nest with it.
     """
 
-    def around(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def begins(optimizer: Any, *_args: Any, **_kwargs: Any) -> After | None:
         if not loop.listens():
-            return original(*args, **kwargs)
+            return None
         loop.optimizer_surrounded(optimizer)
-        try:
-            result = original(*args, **kwargs)
-        except BaseException:
-            loop.optimizer_failed()
-            raise
-        loop.optimizer_ended(optimizer, skipped=False)
-        return result
+        return lambda has_stepped: loop.optimizer_ended(optimizer) if has_stepped else loop.optimizer_failed()
 
-    return [Patch(optimizer, "step", functools.partial(around, optimizer)) for optimizer in optimizers]
+    return [Patch(optimizer, "step", functools.partial(begins, optimizer)) for optimizer in optimizers]
 
 
 def _scaler_patch(loop: Loop) -> Handle:
     # A GradScaler that finds an infinity does not call the optimizer: the step happened and was skipped.
-    def scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not loop.listens():
-            return original(scaler, optimizer, *args, **kwargs)
-        stepped = False
-
-        def mark(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-            nonlocal stepped
-            stepped = True
-
+    def begins(_scaler: Any, optimizer: Any, *_args: Any, **_kwargs: Any) -> After | None:
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the real one
-        handle = inner.register_step_pre_hook(mark) if hasattr(inner, "register_step_pre_hook") else None
-        try:
-            result = original(scaler, optimizer, *args, **kwargs)
-        finally:
-            if handle is not None:
-                handle.remove()
-        if handle is not None and not stepped:
-            loop.optimizer_ended(inner, skipped=True)
-        return result
+        if not loop.listens() or not hasattr(inner, "register_step_pre_hook"):
+            return None
+        stepped: list[bool] = []
+        handle = inner.register_step_pre_hook(lambda *_: stepped.append(True))
 
-    return Patch(torch.amp.GradScaler, "step", scaler_step)
+        def ended(has_returned: bool) -> None:
+            handle.remove()
+            if has_returned and not stepped:
+                loop.optimizer_ended(inner, skipped=True)
+
+        return ended
+
+    return Patch(torch.amp.GradScaler, "step", begins)
 
 
 def _backward_patches(loop: Loop) -> list[Handle]:
     # Tensor.backward looks up torch.autograd.backward at each call, so this sees every backward.
     usual = loop.usual
 
-    def around(position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def begins(position: int, *args: Any, **kwargs: Any) -> After | None:
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         if usual.is_on and position == 3 and usual.backward_begins(tensors):
-            try:
-                return original(*args, **kwargs)
-            finally:
-                if not usual.backward_ended():
-                    loop.backward_ended()
+            return usual.backward_ended
         if not loop.listens(trains=True):
-            return original(*args, **kwargs)
+            return None
         inputs = (args[1] if len(args) > 1 else kwargs.get("inputs")) if position == 4 else None
         create_graph = kwargs.get("create_graph") or (len(args) > position and args[position])
         loop.backward_begins(tensors, inputs, bool(create_graph))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            loop.backward_ended()
+        return loop.backward_ended
 
     # The second argument is the position of `create_graph` when it is passed by position.
     return [
-        Patch(torch.autograd, "backward", functools.partial(around, 3)),
-        Patch(torch.autograd, "grad", functools.partial(around, 4)),
+        Patch(torch.autograd, "backward", functools.partial(begins, 3)),
+        Patch(torch.autograd, "grad", functools.partial(begins, 4)),
     ]
 
 
 def _data_patches(loop: Loop) -> list[Handle]:
     usual = loop.usual
 
-    def around(starts: Callable[[Any], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if usual.is_on and usual.data_begins(starts(args[0])):
-            try:
-                return original(*args, **kwargs)
-            finally:
-                if not usual.data_ended():
-                    loop.data_ended()
+    def begins(starts: Callable[[Any], bool], one: Any) -> After | None:
+        if usual.is_on and usual.data_begins(starts(one)):
+            return usual.data_ended
         if not loop.listens():
-            return original(*args, **kwargs)
-        loop.data_begins(starts(args[0]))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            loop.data_ended()
+            return None
+        loop.data_begins(starts(one))
+        return loop.data_ended
 
     def makes_iterator(loader: Any) -> bool:
         loop.num_prefetched = max(loop.num_prefetched, loader.num_workers * (loader.prefetch_factor or 0))
         return True
 
     # Making an iterator and waiting for its first batch happens once an epoch: with workers, it can take seconds.
-    first = functools.partial(around, lambda iterator: iterator._num_yielded == 0)
     return [
-        Patch(_BaseDataLoaderIter, "__next__", first),
-        Patch(DataLoader, "__iter__", functools.partial(around, makes_iterator)),
+        Patch(
+            _BaseDataLoaderIter, "__next__", functools.partial(begins, lambda iterator: iterator._num_yielded == 0)
+        ),
+        Patch(DataLoader, "__iter__", functools.partial(begins, makes_iterator)),
     ]
 
 
 def _profiler_patches(loop: Loop, probes: Probes) -> list[Handle]:
     # PyTorch allows one profiler at a time. The script's own has priority.
-    def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def prepares(*_args: Any, **_kwargs: Any) -> None:
         if loop.listens():
             probes.script_profiler_begins()
-        return original(*args, **kwargs)
 
-    def leave(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if loop.listens():
-            probes.script_profiler_ended()
-        return result
+    def leaves(*_args: Any, **_kwargs: Any) -> After:
+        return lambda has_left: probes.script_profiler_ended() if has_left and loop.listens() else None
 
     profile = torch.autograd.profiler.profile
-    return [Patch(profile, "_prepare_trace", prepare), Patch(profile, "__exit__", leave)]
+    return [Patch(profile, "_prepare_trace", prepares), Patch(profile, "__exit__", leaves)]
 
 
 def _script_patches(loop: Loop) -> list[Handle]:
     # TorchScript compiles what is attached to a module, and a trace would record our hooks as the model's code.
-    def pause(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with loop.paused():
-            return original(*args, **kwargs)
+    def pauses(*_args: Any, **_kwargs: Any) -> After | None:
+        return loop.pause()
 
     def script(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The names in a class are looked up in the frame of the caller, which is three further up: ours lie between.
         if len(args) < 3:
             kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 3
-        return pause(original, *args, **kwargs)
+        resume = loop.pause()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if resume is not None:
+                resume(True)
 
-    return [Patch(torch.jit, "script", script), Patch(torch.jit, "trace", pause)]
+    return [Around(torch.jit, "script", script), Patch(torch.jit, "trace", pauses)]
 
 
 def _replica_patch() -> Handle:
@@ -209,4 +200,4 @@ def _replica_patch() -> Handle:
         drop_hooks(replica)
         return replica
 
-    return Patch(nn.Module, "_replicate_for_data_parallel", replicate)
+    return Around(nn.Module, "_replicate_for_data_parallel", replicate)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from stepscope.recorder.clock import (
     PHASES,
     UNATTRIBUTED,
     Clock,
-)
+)  # fmt: skip
 from stepscope.recorder.frames import num_running_steps
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.model import batch_size
+from stepscope.recorder.modes import unseen
 from stepscope.recorder.roots import Roots
 from stepscope.recorder.step_ends import EXPLICIT, UPDATE, Boundary, Owners, StepFinder, first_parameter
 from stepscope.recorder.step_ends import FORWARD as BY_FORWARD
@@ -33,6 +35,7 @@ from stepscope.recorder.step_ends import OPTIMIZER as BY_OPTIMIZER
 from stepscope.recorder.step_facts import Forward, Gradients, StepFacts
 from stepscope.recorder.updates import UpdateWatch
 from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.wall import guarded, surrounded
 
 
 class Loop:
@@ -46,7 +49,7 @@ class Loop:
         self._ended = ended
         self.usual = UsualSteps(self, clock)
         self.roots = Roots(self.forward_begins, self.forward_ended, self.usual)
-        self._is_listening = False
+        self._is_listening = self._is_paused = False
         self._thread: int | None = None  # the thread that trains, or the first that calls a model
         self.other_thread_trains = False
         self.finder = StepFinder()
@@ -86,7 +89,7 @@ class Loop:
 
     def listens(self, trains: bool = False) -> bool:
         """Return whether to take an event of this thread. The first thread that `trains` is the loop's."""
-        if not self._is_listening:
+        if not self._is_listening or self._is_paused:
             return False
         thread = threading.get_ident()
         if thread == self._thread:
@@ -150,7 +153,7 @@ class Loop:
         self._clock.switch(label)
         return True
 
-    def aside_ended(self) -> None:
+    def aside_ended(self, _has_returned: bool = True) -> None:
         self._clock.switch(self._asides.pop())
 
     # --- data -----------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ class Loop:
             self._label_around_data = self._clock.label
             self._switch(LOADER_START if starts else DATA)
 
-    def data_ended(self) -> None:
+    def data_ended(self, _has_returned: bool = True) -> None:
         self._data_depth -= 1
         if self._data_depth == 0:
             self._switch(self._label_around_data)
@@ -245,7 +248,7 @@ class Loop:
         if self.observer is not None:
             self.observer.backward_begins(create_graph, tensors)
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, _has_returned: bool = True) -> None:
         self._backward_depth -= 1
         if self._clock.label != UNATTRIBUTED:
             self._switch(self._outer_label())
@@ -292,7 +295,7 @@ class Loop:
         if self.observer is not None:
             self.observer.note_gradients(optimizer)
 
-    def optimizer_ended(self, optimizer: Any, skipped: bool) -> None:
+    def optimizer_ended(self, optimizer: Any, skipped: bool = False) -> None:
         if skipped:
             self.facts.num_skipped += 1
         elif self._optimizer_stack:
@@ -355,22 +358,25 @@ class Loop:
 
     # --- calls from the script ------------------------------------------------------------------
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore events and remove the module hooks inside this context."""
+    def pause(self) -> Callable[[bool], None] | None:
+        """Ignore events and remove the module hooks until the returned function is called."""
         if not self.listens():
-            yield
-            return
-        self._is_listening = False
+            return None
+        self._is_paused = True
         self.roots.detach()
-        try:
-            yield
-        finally:
-            self.roots.attach()
-            self._is_listening = True
+
+        def resume(_has_returned: bool) -> None:
+            self._is_paused = False
+            if self._is_listening:
+                self.roots.attach()
+
+        return resume
 
     def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
         """End the step here, for `stepscope.step()`."""
+        guarded(unseen)(self._explicit_step, tokens, loss)
+
+    def _explicit_step(self, tokens: int | None, loss: Any) -> None:
         if not self.listens():
             return
         self._open()
@@ -379,20 +385,22 @@ class Loop:
             self._switch(None)
         self._ended(self.finder.saw(EXPLICIT, EXPLICIT))
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Label the time inside as `name`, for `stepscope.phase(name)`, regardless of the hooks."""
         if name not in PHASES:
             raise ValueError(f"unknown phase {name!r}: use one of {', '.join(PHASES)}")
+        return surrounded(partial(unseen, self._begin_phase, name))
+
+    def _begin_phase(self, name: str) -> Callable[[], None] | None:
         if not self.listens() or self.is_free:
-            yield
-            return
+            return None
         self._open()
         outer = self._clock.label
         self._clock.switch(name)
         self._manual_depth += 1
-        try:
-            yield
-        finally:
+
+        def end() -> None:
             self._manual_depth -= 1
             self._switch(outer)
+
+        return partial(unseen, end)

@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 from stepscope.recorder.ledger.nodes import backward_runs
+from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen
 from stepscope.recorder.patches import remove_all
+from stepscope.recorder.values import items_of, tensors_in
+from stepscope.recorder.wall import failed
 
 MAX_INPUTS = 32  # tensors of a call that are looked at for the size of its batch
+MAX_LOOKED_AT = 1000  # values among which they are
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 End = Callable[[nn.Module], None]
 
@@ -46,11 +50,16 @@ def is_opaque(module: nn.Module) -> bool:
 
 
 def visible_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (fully qualified name, module) for a module and its descendants, except inside opaque ones."""
-    yield name, module
-    if not is_opaque(module):
-        for child_name, child in module.named_children():
-            yield from visible_modules(child, f"{name}.{child_name}" if name else child_name)
+    """Yield (fully qualified name, module) once for a module and each descendant, except inside opaque ones."""
+    waiting, seen = [(name, module)], {id(module)}
+    while waiting:
+        name, module = waiting.pop()
+        yield name, module
+        children = (
+            [] if is_opaque(module) else [(n, one) for n, one in module.named_children() if id(one) not in seen]
+        )
+        seen.update(id(child) for _, child in children)
+        waiting.extend((f"{name}.{n}" if name else n, child) for n, child in reversed(children))
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -113,22 +122,39 @@ class _CallChain:
         if len(self.hooks) == 1 and (usual := self.hooks[0].usual) is not None and usual.is_on:
             if usual.is_inside:
                 return call(*args, **kwargs)
-            if usual.forward_begins(module, args, kwargs):
+            is_usual = False
+            try:
+                if num_function_modes() or num_dispatch_modes():
+                    is_usual = unseen(usual.forward_begins, module, args, kwargs)
+                else:
+                    is_usual = usual.forward_begins(module, args, kwargs)
+            except Exception as error:
+                failed(error)
+            if is_usual:
                 try:
                     return call(*args, **kwargs)
                 finally:
-                    if not usual.forward_ended():
-                        self.hooks[0].end(module)
+                    try:
+                        if not usual.forward_ended() and self.hooks:
+                            unseen(self.hooks[0].end, module)
+                    except Exception as error:
+                        failed(error)
         begun: list[CallHooks] = []
-        # A hook may end a step, and with it begin or end a window that hooks this module too.
-        while self.hooks != begun and (left := [hook for hook in self.hooks if hook not in begun]):
-            begun.append(left[0])
-            left[0].begin(module, args, kwargs)
+        try:
+            # A hook may end a step, and with it begin or end a window that hooks this module too.
+            while self.hooks != begun and (left := [hook for hook in self.hooks if hook not in begun]):
+                begun.append(left[0])
+                unseen(left[0].begin, module, args, kwargs)
+        except Exception as error:
+            failed(error)
         try:
             return call(*args, **kwargs)
         finally:
-            for hook in reversed(begun):
-                hook.end(module)
+            try:
+                for hook in reversed(begun):
+                    unseen(hook.end, module)
+            except Exception as error:
+                failed(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules with a `__getstate__` of their own keep it, nn.LSTM among them. Their copies get None.
@@ -264,7 +290,7 @@ def _new_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     named = list(_input_ids((args, kwargs)))
     if named:
         return BatchSize(sum(map(torch.Tensor.numel, named)), int(named[0].shape[0]))
-    tensors = list(islice(_tensors((*args, *kwargs.values())), MAX_INPUTS))
+    tensors = list(islice(tensors_in((*args, *kwargs.values()), 2, MAX_LOOKED_AT), MAX_INPUTS))
     if not tensors:
         return BatchSize(None, None)
     first = tensors[0]
@@ -284,26 +310,16 @@ def _new_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
 def _input_ids(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     """Yield the texts of a batch: one, or a column each of the pairs that a sentence encoder compares."""
     if isinstance(value, dict):
-        named = value.get("input_ids")
+        named = dict.get(value, "input_ids")
         if isinstance(named, torch.Tensor) and named.dim() > 1:
             yield named
-    elif depth and isinstance(value, (list, tuple)):
-        for one in islice(value, MAX_INPUTS):
+    elif depth:
+        for one in islice(items_of(value), MAX_INPUTS):
             yield from _input_ids(one, depth - 1)
 
 
 def _has_integers(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _tensors(values: Iterable[Any], depth: int = 2) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif depth and isinstance(value, (list, tuple)):
-            yield from _tensors(value, depth - 1)
-        elif depth and isinstance(value, dict):
-            yield from _tensors(value.values(), depth - 1)
 
 
 def parameter_facts(parameters: Iterable[torch.Tensor]) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen
+from stepscope.recorder.wall import failed
+
 
 class Handle(Protocol):
     """Anything that can be removed again."""
@@ -17,30 +20,23 @@ class Handle(Protocol):
 
 
 H = TypeVar("H", bound=Handle)
+After = Callable[[bool], object]
+"""Called after the original, with whether it has returned."""
 
 
 def remove_all(handles: list[H]) -> None:
     """Remove every handle, the newest first, and empty the list."""
     while handles:
-        handles.pop().remove()
+        try:
+            handles.pop().remove()
+        except Exception as error:
+            failed(error)
 
 
-class Patch:
-    """Wraps `owner.name` with `around(original, *args, **kwargs)` until `remove()`.
+class _Replaced:
+    """Puts `wrapper` in the place of `owner.name` until `remove()`."""
 
-    Code that torch.compile traces goes straight to the original. Dynamo folds the check to a constant, so compiled
-    code is the same with and without the patch.
-    """
-
-    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._is_removed:
-                return original(*args, **kwargs)
-            return around(original, *args, **kwargs)
-
+    def __init__(self, owner: Any, name: str, original: Any, wrapper: Callable[..., Any]) -> None:
         self._is_removed = False
         self._is_own = name in vars(owner)
         # A bound method must be replaced with a bound method: schedulers look at its `__func__`.
@@ -58,3 +54,82 @@ class Patch:
             setattr(self._owner, self._name, self._original)
         else:
             delattr(self._owner, self._name)
+
+
+class Patch(_Replaced):
+    """Calls `before(*args, **kwargs)` ahead of `owner.name`, and what that returns, if anything, after it.
+
+    Code that torch.compile traces goes straight to the original. Dynamo folds the check to a constant, so compiled
+    code is the same with and without the patch.
+    """
+
+    def __init__(self, owner: Any, name: str, before: Callable[..., After | None]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._is_removed:
+                return original(*args, **kwargs)
+            after = None
+            try:
+                if num_function_modes() or num_dispatch_modes():
+                    after = unseen(before, *args, **kwargs)
+                else:
+                    after = before(*args, **kwargs)
+            except Exception as error:
+                failed(error)
+            if after is None:
+                return original(*args, **kwargs)
+            has_returned = False
+            try:
+                result = original(*args, **kwargs)
+                has_returned = True
+                return result
+            finally:
+                try:
+                    if num_function_modes() or num_dispatch_modes():
+                        unseen(after, has_returned)
+                    else:
+                        after(has_returned)
+                except Exception as error:
+                    failed(error)
+
+        wrapper.before = before  # type: ignore[attr-defined]
+        super().__init__(owner, name, original, wrapper)
+
+
+class Around(_Replaced):
+    """Replaces `owner.name` with `around(original, *args, **kwargs)`, which may change arguments and results.
+
+    If `around` fails, the script gets what the original gave: its result or its exception, or what it gives
+    for the script's own arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._is_removed:
+                return original(*args, **kwargs)
+            results: list[Any] = []
+            raised: list[BaseException] = []
+
+            def called(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    result = original(*args, **kwargs)
+                except BaseException as error:
+                    raised.append(error)
+                    raise
+                results.append(result)
+                return result
+
+            try:
+                return around(called, *args, **kwargs)
+            except Exception as error:
+                if raised and error is raised[-1]:
+                    raise
+                failed(error)
+            return results[-1] if results else original(*args, **kwargs)
+
+        super().__init__(owner, name, original, wrapper)

@@ -195,5 +195,7 @@ class Probes:
             if self._counters.error:
                 self.note("counters", f"NVML sampling ended early: {self._counters.error}")
         self.compiler.stop()
+        if self.compiler.error:
+            self.note("compiler", f"what torch.compile did is incomplete: {self.compiler.error}")
         if self.compiler.used:
             files.write_json(self._folder / files.COMPILE_FILE, self.compiler.report())

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, is_compiled, live_modules
-from stepscope.recorder.patches import Handle, Patch, remove_all
+from stepscope.recorder.modes import unseen
+from stepscope.recorder.patches import After, Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
 from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.wall import failed
 
 LEAST_SHARE_OF_NETWORK = 0.5
 """The least share of a module's parameters in a network that it wraps. Smaller parts are layers."""
@@ -154,7 +156,10 @@ class ModuleCalls:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and not self._is_removed:
-                found(module)
+                try:
+                    unseen(found, module)
+                except Exception as error:
+                    failed(error)
             return original(module, *args, **kwargs)
 
         self._original, self._wrapper = original, call
@@ -173,18 +178,15 @@ class ModuleCalls:
         self._attach()
 
     def _watch_compile(self) -> None:
-        def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def initializes(*_args: Any, **_kwargs: Any) -> After:
             self._detach()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._attach()
+            return lambda _has_returned: self._attach()
 
         module = sys.modules["torch._dynamo.eval_frame"]
-        self._handles.append(Patch(module.OptimizedModule, "_initialize", initialize))
+        self._handles.append(Patch(module.OptimizedModule, "_initialize", initializes))
 
     def _attach(self) -> None:
-        if nn.Module.__call__ is self._original:  # leave the script's own replacement alone
+        if nn.Module.__call__ is self._original and not self._is_removed:  # leave the script's own replacement alone
             nn.Module.__call__ = self._wrapper
 
     def _detach(self) -> None:

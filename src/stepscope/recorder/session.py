@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from stepscope.recorder import current, files, hooks, windows
-from stepscope.recorder.clock import (
-    BETWEEN_STEPS,
-    Clock,
-    TimedStep,
-)
+from stepscope.recorder import current, files, hooks, wall, windows
+from stepscope.recorder.clock import BETWEEN_STEPS, Clock, TimedStep
 from stepscope.recorder.loop import Loop
+from stepscope.recorder.modes import unseen
 from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.processes.rank import rank_and_world_size
@@ -25,20 +22,6 @@ from stepscope.recorder.samples import Samples
 from stepscope.recorder.step_ends import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.step_facts import StepFacts
 from stepscope.recorder.windows import Progress, Windows
-
-# How long a run with --exit-after goes on after its windows: the windows hold up prefetching and periodic work.
-LEAST_FREE_STEPS, LEAST_FREE_NS = 20, 1_000_000_000
-MOST_FREE_STEPS, MOST_FREE_NS = 300, 15_000_000_000
-
-
-def _leave_in_child() -> None:
-    # A forked worker is not the training process. Its copies of the hooks stay installed and do nothing.
-    if current.session is not None:
-        current.session.stop_listening()
-        current.session = None
-
-
-os.register_at_fork(after_in_child=_leave_in_child)
 
 
 class WindowsDone(SystemExit):
@@ -97,7 +80,7 @@ class Session:
         self._free_ns = 0
         self._forwards_ns: list[int] = []  # forwards that ended a step: the steps of inference, or an evaluation
         self._source: str | None = None  # what ended the first step
-        self._is_closed = False
+        self._is_closed = self._is_abandoned = False
         self._begun: list[tuple[TimedStep, StepFacts, int]] = []  # the first steps, and how much they compiled
         self._restarts = False  # when the open step ends
         self._has_roots = False
@@ -107,7 +90,14 @@ class Session:
 
     def start(self) -> None:
         """Install the hooks and write the first, still empty, recording."""
-        self._probes.compiler.on_start = self._compile_begins
+        wall.raise_up()
+        try:
+            unseen(self._start)
+        except Exception as error:
+            wall.failed(error)
+
+    def _start(self) -> None:
+        self._probes.compiler.on_start = wall.guarded(self._compile_begins)
         self._probes.compiler.start()
         self._probes.guard("starting the allocator history", self._probes.memory.await_cuda)
         self.resume()
@@ -129,44 +119,64 @@ class Session:
 
     def resume(self) -> None:
         """Install the hooks."""
-        if current.session is self:
-            return
-        self._loop.listen()
-        current.session = self
-        self._handles = hooks.install(self._loop, self._probes)
-        self._roots.attach()
+        if current.session is not self:
+            self._loop.listen()
+            current.session = self
+            self._handles = hooks.install(self._loop, self._probes)
+            self._roots.attach()
 
     def suspend(self) -> None:
         """Remove every hook. The open step is not counted."""
-        self.catch_up()
+        self._probes.guard("interpreting the last steps", self.catch_up)
         self._loop.stop_listening()
         current.session = None
         self._roots.detach()
         remove_all(self._trace_handles)
         remove_all(self._handles)
 
+    def abandon(self, reason: str) -> None:
+        """Measure nothing from here on, because of an error of ours.
+
+        What PyTorch or Python may be iterating over keeps our hooks, which do nothing any more, until `close()`.
+        """
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self._loop.stop_listening()
+            self._probes.note("recorder", f"the measurement ended after {self._step} steps: {reason}")
+            self._probes.guard("ending the window", self._probes.stop_windows)
+            remove_all(self._trace_handles)
+            self._roots.detach()
+
     def close(self, status: str, error: BaseException | None = None, **facts: Any) -> None:
         """Remove every hook and write the recording. `error` is the exception that ended the script."""
-        if os.getpid() != self._pid or self._is_closed:
-            return
-        self._is_closed = True
+        if os.getpid() == self._pid and not self._is_closed:
+            self._is_closed = True
+            try:
+                unseen(self._close, status, error, facts)
+            except Exception as our_error:
+                wall.failed(our_error)
+            if not self.is_script:
+                wall.take_down()
+
+    def _close(self, status: str, error: BaseException | None, facts: dict[str, Any]) -> None:
         probes = self._probes
-        probes.guard("ending the last step", self._end_loop)
+        if not self._is_abandoned:
+            probes.guard("ending the last step", self._end_loop)
         if self._inference and self._loop.finder.trains:
             probes.note("steps", "--inference was given, but the script trains: steps are training steps")
-        probes.guard("writing the out-of-memory snapshot", lambda: probes.memory.script_failed(error))
-        probes.guard("ending the window", probes.stop_windows)
-        self.suspend()
-        probes.guard("stopping the probes", probes.stop_all)
-        probes.guard("reading device times", partial(self._samples.read_pending, probes, self._clock))
-        probes.guard(
-            "reading the memory counters",
-            lambda: probes.read_facts(self._roots.modules, self._loop.optimizers.values()),
-        )
-        self._roots.forget()
-        self._samples.close()
+        for doing, action in (
+            ("writing the out-of-memory snapshot", lambda: probes.memory.script_failed(error)),
+            ("ending the window", probes.stop_windows),
+            ("removing the hooks", self.suspend),
+            ("stopping the probes", probes.stop_all),
+            ("reading device times", lambda: self._samples.read_pending(probes, self._clock)),
+            ("reading the counters", lambda: probes.read_facts(self._roots.modules, self._loop.optimizers.values())),
+            ("releasing the models", self._roots.forget),
+            ("writing the last steps", self._samples.close),
+        ):
+            probes.guard(doing, action)
         probes.facts.update(facts)
-        probes.guard("writing the recording", lambda: self._write_recording(status))
+        self._write_recording(status)
 
     def _end_loop(self) -> None:
         """Count an update by hand that no later event has shown, and write what the loop did after its last step."""
@@ -208,8 +218,8 @@ class Session:
         if self._window not in (windows.WARMUP, windows.CLEAN) or self._step > MAX_STEPS_OF_ONE:
             self._begun.clear()  # keeping more would keep losses alive
         if self._window != finished or self._step == 1 or not self._has_roots:
-            title = windows.TITLES[self._window]
-            self._probes.guard(f"entering the {title} window", lambda: self._enter(finished))
+            doing = f"entering the {windows.TITLES[self._window]} window"
+            self._probes.guard(doing, lambda: self._enter(finished))
         elif self._window == windows.TRACE and self._probes.trace is not None:
             self._probes.guard("tracing", self._probes.trace.next_step)
         self._progress.step_ended(self._step, step.wall_ns, self._window, entered=self._window != finished)
@@ -227,9 +237,9 @@ class Session:
             if self._exit_after and self._has_settled():
                 raise WindowsDone
             if not self._exit_after:
-                self._loop.start_usual(in_full=False, most_steps=MOST_FREE_STEPS)
+                self._loop.start_usual(in_full=False, most_steps=windows.MOST_FREE_STEPS)
             elif rank_and_world_size()[1] == 1:  # ranks must stop at the same step
-                num_left = self._windows.num_steps + MOST_FREE_STEPS - self._step
+                num_left = self._windows.num_steps + windows.MOST_FREE_STEPS - self._step
                 self._loop.start_usual(in_full=False, most_steps=num_left)
         elif self._window == windows.CLEAN and self._probes.device is None:
             self._loop.start_usual(in_full=True, most_steps=1)
@@ -255,16 +265,10 @@ class Session:
         self._clock.begin_step()
 
     def _has_settled(self) -> bool:
-        """Return whether enough steps ran freely to tell the throughput, for --exit-after."""
         if self._loop.finder.source == FORWARD and not self._infers():
             return False  # this may be an evaluation before the training
-        num_free = self._step - self._windows.num_steps
-        if rank_and_world_size()[1] > 1:
-            return num_free >= LEAST_FREE_STEPS  # ranks must stop at the same step, and only counts are the same
-        free_ns = time.perf_counter_ns() - self._free_ns
-        return num_free >= MOST_FREE_STEPS or free_ns >= MOST_FREE_NS or (
-            num_free >= LEAST_FREE_STEPS and free_ns >= LEAST_FREE_NS
-        )  # fmt: skip
+        num_free, free_ns = self._step - self._windows.num_steps, time.perf_counter_ns() - self._free_ns
+        return windows.has_settled(num_free, free_ns, rank_and_world_size()[1])
 
     def _infers(self) -> bool:
         return self._inference or not any(p.requires_grad for root in self._roots.modules for p in root.parameters())
@@ -384,10 +388,8 @@ class Session:
             "status": status,
             "pid": self._pid,
             "steps": {
-                "source": finder.source,
-                "num_sources": finder.num_sources,
+                **{name: getattr(finder, name) for name in ("source", "num_sources", "num_earlier")},
                 "num_steps": self._step,
-                "num_earlier": finder.num_earlier,
                 "num_prefetched": self._loop.num_prefetched,
                 "num_lines_dropped": self._samples.num_dropped,
             },

@@ -39,7 +39,7 @@ class UsualLoop(Protocol):
 
 
 class UsualSteps:
-    """Notes the events of usual steps while `is_on`. Its methods return whether an event is usual."""
+    """Notes the events of usual steps while `is_on`. The methods for what begins return whether it is usual."""
 
     def __init__(self, loop: UsualLoop, clock: Clock) -> None:
         self.is_on = False
@@ -102,11 +102,12 @@ class UsualSteps:
         self._events.append((_BACKWARD, time.perf_counter_ns(), loss))
         return True
 
-    def backward_ended(self) -> bool:
+    def backward_ended(self, _has_returned: bool) -> None:
         self.is_inside = False
-        if self.is_on and self.in_full:
+        if not self.is_on:
+            self._loop.backward_ended()
+        elif self.in_full:
             self._events.append((_BACKWARD_ENDED, time.perf_counter_ns(), None))
-        return self.is_on
 
     def data_begins(self, starts: bool) -> bool:
         if self.is_inside or self._fetches or self._steps or get_ident() != self._thread:
@@ -115,11 +116,12 @@ class UsualSteps:
         self._events.append((_DATA, time.perf_counter_ns(), starts))
         return True
 
-    def data_ended(self) -> bool:
+    def data_ended(self, _has_returned: bool) -> None:
         self._fetches = False
         if self.is_on:
             self._events.append((_DATA_ENDED, time.perf_counter_ns(), None))
-        return self.is_on
+        else:
+            self._loop.data_ended()
 
     def optimizer_begins(self, optimizer: Any) -> bool:
         if self._steps or self.is_inside or optimizer is not self._optimizer() or get_ident() != self._thread:

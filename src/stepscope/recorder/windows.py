@@ -23,6 +23,17 @@ TITLES = {
     FREE: "free running",
 }
 PROGRESS_INTERVAL_NS = 10_000_000_000
+# How long a run with --exit-after goes on after its windows: the windows hold up prefetching and periodic work.
+LEAST_FREE_STEPS, LEAST_FREE_NS = 20, 1_000_000_000
+MOST_FREE_STEPS, MOST_FREE_NS = 300, 15_000_000_000
+
+
+def has_settled(num_free: int, free_ns: int, num_ranks: int) -> bool:
+    """Return whether enough steps ran freely to tell the throughput, for --exit-after."""
+    if num_ranks > 1:
+        return num_free >= LEAST_FREE_STEPS  # ranks must stop at the same step, and only counts are the same
+    is_long = num_free >= MOST_FREE_STEPS or free_ns >= MOST_FREE_NS
+    return is_long or (num_free >= LEAST_FREE_STEPS and free_ns >= LEAST_FREE_NS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from stepscope.errors import UsageError
-from stepscope.recorder.ledger.storages import tensors_in
+from stepscope.recorder.values import tensors_in
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)

@@ -31,7 +31,7 @@ from stepscope.planner.emulation.ops import (
 from stepscope.planner.emulation.planned_tensor import HOST, META, DataNeeded, PlannedTensor, made_before, users_place
 from stepscope.planner.emulation.torch_support import launching_nothing
 from stepscope.recorder.ledger.nodes import backward_runs
-from stepscope.recorder.ledger.storages import tensors_in
+from stepscope.recorder.values import tensors_in
 
 __all__ = ["DataNeeded", "DatalessMode", "PlannedTensor"]
 

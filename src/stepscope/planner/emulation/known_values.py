@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.planner.emulation.ops import Kind
 from stepscope.planner.emulation.planned_tensor import CPU, PlannedTensor, value_of
-from stepscope.recorder.ledger.storages import storage_of, tensors_in
+from stepscope.recorder.ledger.storages import storage_of
+from stepscope.recorder.values import tensors_in
 
 MOST_INTEGERS, MOST_FLOATS = 1 << 20, 1 << 12  # larger tensors keep no value
 

@@ -9,7 +9,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.nn import Parameter
 
 from stepscope.planner.emulation.planned_tensor import META, DataNeeded, PlannedTensor
-from stepscope.recorder.ledger.storages import tensors_in
+from stepscope.recorder.values import tensors_in
 
 aten = torch.ops.aten
 VALUES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default)

@@ -119,6 +119,7 @@ class CompilerProbe:
     def __init__(self) -> None:
         self.num_compiles = 0
         self.on_start: Callable[[], None] | None = None
+        self.error: str | None = None  # the first, which leaves a gap in the report
         self._seconds = 0.0
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._frames: Counter[str] = Counter()
@@ -184,7 +185,7 @@ class CompilerProbe:
         }
 
     def _listen(self, name: str, receive: Callable[[logging.LogRecord], None]) -> None:
-        logger, handler = logging.getLogger(name), _Handler(receive)
+        logger, handler = logging.getLogger(name), _Handler(receive, self)
         logger.addHandler(handler)
         self._handlers.append((logger, handler))
 
@@ -336,12 +337,12 @@ def cuda_graphs() -> dict[str, int] | None:
 
 
 class _Handler(logging.Handler):
-    def __init__(self, receive: Callable[[logging.LogRecord], None]) -> None:
+    def __init__(self, receive: Callable[[logging.LogRecord], None], probe: CompilerProbe) -> None:
         super().__init__()
-        self._receive = receive
+        self._receive, self._probe = receive, probe
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._receive(record)
-        except Exception:
-            pass  # a log handler must never disturb the code that logs
+        except Exception as error:  # a log handler must never disturb the code that logs
+            self._probe.error = self._probe.error or f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from stepscope.recorder.compiler.compile_watch import cuda_graphs
 from stepscope.recorder.machine.environment import float32_matmul
 from stepscope.recorder.model import is_compiled, replace_call
-from stepscope.recorder.patches import Handle, Patch, remove_all
+from stepscope.recorder.patches import Around, Handle, remove_all
 from stepscope.recorder.precision.attention_calls import BACKENDS, SWITCHES
 
 
@@ -64,7 +64,7 @@ class LoaderChange(Change):
 
     def start(self) -> None:
         self._names = list(inspect.signature(DataLoader.__init__).parameters)[1:]
-        self.handles.append(Patch(DataLoader, "__init__", self._make))
+        self.handles.append(Around(DataLoader, "__init__", self._make))
 
     def _make(self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self._names, args)), **kwargs}
@@ -114,8 +114,8 @@ class PinnedCopies(LoaderChange):
 
     def start(self) -> None:
         super().start()
-        self.handles.append(Patch(torch.Tensor, "to", self._copy))
-        self.handles.append(Patch(torch.Tensor, "cuda", self._copy))
+        self.handles.append(Around(torch.Tensor, "to", self._copy))
+        self.handles.append(Around(torch.Tensor, "cuda", self._copy))
 
     def arguments_of(self, given: dict[str, Any]) -> dict[str, Any]:
         if not torch.cuda.is_available():
@@ -148,9 +148,9 @@ class FusedOptimizers(Change):
             forms = [form for form in ("fused", "foreach") if form in names]
             if forms and "__init__" in vars(kind):
                 make = functools.partial(self._make, kind, forms, list(names)[1:])
-                self.handles.append(Patch(kind, "__init__", make))
+                self.handles.append(Around(kind, "__init__", make))
         # Every optimizer calls this constructor.
-        self.handles.append(Patch(torch.optim.Optimizer, "__init__", self._made))
+        self.handles.append(Around(torch.optim.Optimizer, "__init__", self._made))
 
     def _made(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._depth:
@@ -324,7 +324,7 @@ class Tf32(Change):
     def start(self) -> None:
         self._before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
-        self.handles.append(Patch(torch, "set_float32_matmul_precision", self._set))
+        self.handles.append(Around(torch, "set_float32_matmul_precision", self._set))
 
     def _set(self, original: Callable[..., Any], precision: str) -> None:
         if precision == "highest":
@@ -354,7 +354,7 @@ class AttentionBackend(Change):
         self._wanted = {name: name == (self.value or "flash") for name in SWITCHES}
         self._before = _switches()
         _set_switches(self._wanted)
-        self.handles.append(Patch(F, "scaled_dot_product_attention", self._attend))
+        self.handles.append(Around(F, "scaled_dot_product_attention", self._attend))
 
     def _attend(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = _switches()

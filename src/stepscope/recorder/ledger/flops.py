@@ -13,8 +13,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from stepscope.recorder.clock import BACKWARD, FORWARD
-from stepscope.recorder.ledger.storages import tensors_in
 from stepscope.recorder.machine.environment import float32_matmul
+from stepscope.recorder.values import tensors_in
 
 _DTYPES = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
 

@@ -18,9 +18,11 @@ from stepscope.recorder.frames import caller
 from stepscope.recorder.ledger import storages as owner
 from stepscope.recorder.ledger.flops import FlopTally, Op
 from stepscope.recorder.ledger.nodes import NodeModules, saved_bytes
-from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages, storage_key, tensors_in
+from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages, storage_key
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
+from stepscope.recorder.modes import enter_below, leave
 from stepscope.recorder.patches import Handle, remove_all
+from stepscope.recorder.values import tensors_in
 
 MEMORY_SCHEMA_VERSION = 2
 LOSS = "loss"  # the end of a forward: after the last root module, before the backward
@@ -53,7 +55,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._left_root = False
         self._last_phase: str | None = None
         self._handles: list[Handle] = []
-        self._entered = False
+        self._entered = self._is_over = False
         self._ops: dict[Any, Op] = {}
 
         self._error: str | None = None
@@ -97,13 +99,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._note_optimizer_state()
         storages.open()
         if not self._is_passive:
-            self.__enter__()
+            enter_below(self)
             self._entered = True
 
     def stop(self) -> None:
+        self._is_over = True
         if self._entered:
-            self.__exit__(None, None, None)
-            self._entered = False
+            self._entered = not leave(self)
         self.note_parameter_gradients()
         self._note_optimizer_state()
         if self._owns_storages:
@@ -162,32 +164,39 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     # --- ops -----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        op = self._op(func)
-        if op.is_higher_order:
-            self._guarded(op, func, args, kwargs, None)
+        kwargs, out, decomposes = kwargs or {}, None, False
+        if self._is_over:
             return func(*args, **kwargs)
-        if op.decomposes:
+        try:
+            op = self._ops.get(func) or self._ops.setdefault(func, Op(func))
+            decomposes = op.decomposes
+            if op.is_higher_order:
+                self._count(op, func, args, kwargs, None)
+        except Exception as error:
+            self._failed(func, error)
+        if decomposes:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         out = func(*args, **kwargs)
-        self._guarded(op, func, args, kwargs, out)
+        try:
+            if not op.is_higher_order:
+                self._count(op, func, args, kwargs, out)
+        except Exception as error:
+            self._failed(func, error)
         return out
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self._guarded(self._op(func), func, args, kwargs or {}, out)
-
-    def _op(self, func: Any) -> Op:
-        return self._ops.get(func) or self._ops.setdefault(func, Op(func))
-
-    def _guarded(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        # An unexpected shape leaves a reported gap in the counts. It must not end a training run.
         try:
-            self._count(op, func, args, kwargs, out)
+            op = self._ops.get(func) or self._ops.setdefault(func, Op(func))
+            self._count(op, func, args, kwargs or {}, out)
         except Exception as error:
-            self._error = self._error or f"{func}: {type(error).__name__}: {error}"
+            self._failed(func, error)
+
+    def _failed(self, func: Any, error: Exception) -> None:
+        # An unexpected shape leaves a reported gap in the counts. It must not end a training run.
+        self._error = self._error or f"{func}: {type(error).__name__}: {error}"
 
     def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self._phase() or OTHER

@@ -13,8 +13,9 @@ from stepscope.recorder import files
 from stepscope.recorder.ledger.leaks import TIME_LIMIT_S, find_holders, find_left_alive, live_tensors
 from stepscope.recorder.ledger.ledger import Ledger, optimized
 from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
-from stepscope.recorder.ledger.storages import MAX_ALLOCATIONS, storage_key, storage_of, tensors_in
+from stepscope.recorder.ledger.storages import MAX_ALLOCATIONS, storage_key, storage_of
 from stepscope.recorder.precision.attention_calls import AttentionCalls
+from stepscope.recorder.values import tensors_in
 
 MAX_HISTORY_ENTRIES = 200_000
 SNAPSHOT_PROTOCOL = 4  # the newest that PyTorch's viewer reads

@@ -2,12 +2,13 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypedDict
 
 import torch
 
 from stepscope.recorder.clock import OTHER
+from stepscope.recorder.wall import failed
 
 MAX_ALLOCATIONS = 200_000
 
@@ -72,21 +73,6 @@ def storage_key(tensor: Any) -> int | None:
         return None
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what an op takes or returns."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, torch.Tensor):
-                yield item
-            elif isinstance(item, (list, tuple, dict)):
-                yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
 class Storages:
     """Follows storages from `open()` to `close()`. `stage()` returns the current part of the step.
 
@@ -142,11 +128,14 @@ class Storages:
         self._references[key] = weakref.ref(storage, lambda _reference: self._died(key))
 
     def _died(self, key: int) -> None:
-        index = self.live.pop(key, None)
-        self._references.pop(key, None)
-        self.on_death(key)
-        if index is not None and self._is_open:
-            self.gave_back(index)
+        try:
+            index = self.live.pop(key, None)
+            self._references.pop(key, None)
+            self.on_death(key)
+            if index is not None and self._is_open:
+                self.gave_back(index)
+        except Exception as error:
+            failed(error)
 
     def emptied(self, tensor: torch.Tensor) -> None:
         """Mark a storage that is about to be resized to 0 as freed. It may be filled and added again."""

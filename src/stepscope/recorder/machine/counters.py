@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stepscope.recorder.files import OwnFile
 from stepscope.recorder.machine.nvml import Nvml, NvmlGpu, NvmlUnavailable
 
 FLUSH_NS = 1_000_000_000
@@ -37,7 +38,7 @@ class CounterSampler:
         self._is_stopped = False
         # Not a Python file object: a forked child would write its copy of the buffer again on exit.
         self._pending: list[str] = []
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = OwnFile(path)
         self._thread = threading.Thread(target=self._run, name="stepscope-counters", daemon=True)
 
     @classmethod
@@ -70,7 +71,7 @@ class CounterSampler:
         self._thread.join(JOIN_SECONDS)
         # A thread that hangs inside the driver still uses both: leave them open.
         if not self._thread.is_alive():
-            os.close(self._descriptor)
+            self._file.close()
             self._nvml.close()
 
     def sample_energy(self) -> None:
@@ -130,8 +131,7 @@ class CounterSampler:
     def _flush(self) -> None:
         data = "".join(f"{line}\n" for line in self._pending).encode()
         self._pending.clear()
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        self._file.append(data)
 
 
 def sample(gpu: NvmlGpu, t_ns: int, with_energy: bool) -> dict[str, Any]:

@@ -6,14 +6,14 @@ decides from. It asks once per distinct call and passes every call on unchanged.
 """
 
 import re
-import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from stepscope.recorder.frames import caller
+from stepscope.recorder.modes import unseen
+from stepscope.recorder.wall import caught_warnings
 
 BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
 """The return values of `torch._fused_sdp_choice`."""
@@ -117,12 +117,11 @@ def ask(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
 
     A backend that can run is not in `refused`. The list is empty if torch refuses without a reason.
     """
-    from torch.utils._python_dispatch import _disable_current_modes
+    return unseen(_ask, arguments, options)  # these are not the program's ops
 
-    with ExitStack() as quiet:
-        quiet.enter_context(_disable_current_modes())  # these are not the program's ops
-        caught = quiet.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter("always")
+
+def _ask(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    with caught_warnings() as caught:
         backend = _choice(arguments, options)
         refused = {}
         for name in ON_CPU if arguments[0].device.type == "cpu" else FUSED:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER
-from stepscope.recorder.ledger.storages import tensors_in
 from stepscope.recorder.model import parameter_facts
 from stepscope.recorder.precision import autocast_policy
 from stepscope.recorder.precision.dtype_ledger import (
@@ -25,6 +24,7 @@ from stepscope.recorder.precision.dtype_ledger import (
     tensors_of,
 )
 from stepscope.recorder.precision.settings import precision_settings
+from stepscope.recorder.values import tensors_in
 
 SCHEMA_VERSION = 1
 

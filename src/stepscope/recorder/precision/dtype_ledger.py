@@ -13,10 +13,11 @@ from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER
 from stepscope.recorder.frames import caller
 from stepscope.recorder.ledger.flops import Op
 from stepscope.recorder.ledger.ledger import Ledger
-from stepscope.recorder.ledger.storages import storage_key, tensors_in
+from stepscope.recorder.ledger.storages import storage_key
 from stepscope.recorder.model import plain_name
 from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.precision.autocast_policy import listed_name
+from stepscope.recorder.values import tensors_in
 
 _RUNS_BACKWARD = frozenset(("backward", "grad"))
 NORMS = {"rms_norm": 2, "layer_norm": 2}

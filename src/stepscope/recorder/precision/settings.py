@@ -6,13 +6,13 @@ torch 2.9. Writing the old setting also writes the new one, and reading the old 
 So both are remembered here, the new one without inherited values.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from stepscope.recorder.wall import caught_warnings
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -31,7 +31,7 @@ def precision_settings() -> dict[str, Setting]:
     ['cuda.matmul.allow_bf16_reduced_precision_reduction', 'cuda.matmul.allow_fp16_reduced_precision_reduction']
     """
     matmul = torch.backends.cuda.matmul
-    with _quiet():
+    with caught_warnings():
         return {
             "float32_matmul_precision": _matmul_precision(),
             "cuda.matmul.allow_tf32": _is_tf32("matmul", ("cuda", "matmul")),
@@ -59,7 +59,7 @@ class PrecisionChange:
     def undo(self) -> None:
         """Restore every setting that the call changed. A second call does nothing."""
         restore, self._restore = self._restore, []
-        with _quiet():
+        with caught_warnings():
             for put_back in reversed(restore):
                 put_back()
 
@@ -87,7 +87,7 @@ def configure_precision(
     """
     _check(allow_tf32, matmul_precision, reductions)
     before, restore = precision_settings(), []
-    with _quiet():
+    with caught_warnings():
         if matmul_precision is not None:
             restore.append(_remembered_matmul())
             torch.set_float32_matmul_precision(matmul_precision)
@@ -213,10 +213,3 @@ def _remembered_reduction(name: str) -> Callable[[], None]:
     except AttributeError:
         pass
     return lambda: setattr(matmul, name, old)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some torch versions recommend names that older ones lack
-        yield

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepscope.recorder import current, files
-from stepscope.recorder.patches import Handle, Patch, remove_all
+from stepscope.recorder import current, files, wall
+from stepscope.recorder.patches import After, Handle, Patch, remove_all
 from stepscope.recorder.processes import launch
 from stepscope.recorder.processes import rank as ranks
-from stepscope.recorder.processes.ending import adopt, ending, is_running
+from stepscope.recorder.processes.ending import adopt, ending
 from stepscope.recorder.processes.options import Options
 
 if TYPE_CHECKING:
@@ -44,16 +44,14 @@ class Sentinel:
             Patch(torch.optim.Optimizer, "_optimizer_step_code", self._step),
         ]
 
-    def _gradient(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._patches:
-            return original(*args, **kwargs)
+    def _gradient(self, name: str, *args: Any, **kwargs: Any) -> After | None:
         self._report()
-        # Through the session's own patch, so that it sees this backward.
-        return getattr(torch.autograd, name)(*args, **kwargs)
+        # The session that may have begun sees this backward too.
+        begins = getattr(getattr(torch.autograd, name), "before", None)
+        return begins(*args, **kwargs) if begins is not None else None
 
-    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, *_args: Any) -> None:
         self._report()
-        return original(*args, **kwargs)
 
     def _report(self) -> None:
         if self._patches:
@@ -76,6 +74,7 @@ _watches_forks = False
 def begin(options: Options) -> None:
     """Record this process if it trains. Torch is imported."""
     global _child
+    wall.raise_up()
     _child = Child(options, watch_forks(options))
 
 
@@ -126,26 +125,16 @@ def cancel() -> None:
     _child = _options = None
 
 
+@wall.guarded
 def _forked() -> None:
     global _child
     if _options is None:
         return
     ranks.forget()
-    try:
-        if _child is None:
-            _child = Child(_options, _fixes, forked_from=_options.folder)
-        elif _child.session is not None:  # else the sentinel waits in this process as well
-            _child = Child(_options, _fixes, forked_from=_child.session.folder)
-    except Exception:
-        pass  # Python would print it
-
-
-def tell(line: str) -> None:
-    try:
-        if sys.stderr is not None:
-            print(f"stepscope: {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):
-        pass  # the script closed or replaced it, or its reader is gone
+    if _child is None:
+        _child = Child(_options, _fixes, forked_from=_options.folder)
+    elif _child.session is not None:  # else the sentinel waits in this process as well
+        _child = Child(_options, _fixes, forked_from=_child.session.folder)
 
 
 class Child:
@@ -164,6 +153,7 @@ class Child:
             self._open()
         except Exception:
             self.session = None  # training goes on, unmeasured
+            raise
 
     def _open(self) -> None:
         options = self._options
@@ -178,15 +168,16 @@ class Child:
         shared = json.loads((options.folder / files.RECORDING_FILE).read_bytes())
         facts = {name: shared[name] for name in SHARED_FACTS if name in shared}
         options = dataclasses.replace(options, folder=folder, windows=windows)
-        session = session_of(options, facts, self._fixes, tell if speaks and not options.is_quiet else None)
+        session = session_of(options, facts, self._fixes, wall.tell if speaks and not options.is_quiet else None)
         self._pid = os.getpid()
         self.session = session
         session.start()
         launch.hide_own_frames(None)
-        atexit.register(self._close_at_exit)
+        close = wall.guarded(self._close_at_exit)
+        atexit.register(close)
         if (util := sys.modules.get("multiprocessing.util")) is not None:
             # Processes of multiprocessing leave without running atexit.
-            util.Finalize(None, self._close_at_exit, exitpriority=CLOSES_FIRST)
+            util.Finalize(None, close, exitpriority=CLOSES_FIRST)
 
     def _close_at_exit(self) -> None:
         # Multiprocessing runs this while the exception is raised; Python, after it has printed it.
@@ -205,7 +196,7 @@ class Child:
         session.close(status, error=error, **facts)
         if status == files.STATUS_FINISHED and not files.num_steps(session.folder):
             shutil.rmtree(session.folder, ignore_errors=True)  # a gradient, and no training
-        elif not is_running(self._options.pid):
+        elif not files.is_running(self._options.pid):
             adopt(self._options.folder, self._options.rank is not None)
 
 

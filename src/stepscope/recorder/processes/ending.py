@@ -70,29 +70,13 @@ def adopt(folder: Path, is_rank: bool = False) -> bool:
         _remove(folder / LOCK_FILE)
 
 
-def is_running(pid: int) -> bool:
-    """Return whether a process still runs; one that has ended and was not waited for does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
-        pass
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 def _first_child(folder: Path, names: re.Pattern[str]) -> Path | None:
     """Return the folder of the lowest rank that has ended, else of the process that began first."""
     found = []
     for entry in folder.iterdir():
         if names.fullmatch(entry.name) and (facts := _facts(entry)):
             pid = int(facts.get("pid") or 0)
-            if facts["status"] == files.STATUS_INTERRUPTED and pid not in (0, os.getpid()) and is_running(pid):
+            if facts["status"] == files.STATUS_INTERRUPTED and pid not in (0, os.getpid()) and files.is_running(pid):
                 continue
             rank = int(entry.name[4:]) if files.RANK_FOLDER.fullmatch(entry.name) else None
             has_steps = bool((facts.get("steps") or {}).get("num_steps"))

@@ -11,6 +11,16 @@ if TYPE_CHECKING:  # as in `typing`, which takes milliseconds to import
     from types import ModuleType
 
 
+def _guarded(function: Callable[..., None], *args: object) -> None:
+    """Call a function of ours inside an import of the script's."""
+    try:
+        function(*args)
+    except Exception as error:
+        from stepscope.recorder.wall import failed
+
+        failed(error)
+
+
 class AfterImport:
     """Calls `before` and `after` around the first import of one module, then removes itself.
 
@@ -31,7 +41,7 @@ class AfterImport:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find is not None else None
             if spec is not None:
-                self._watch(spec.loader)
+                _guarded(self._watch, spec.loader)
                 return spec
         return None
 
@@ -48,11 +58,11 @@ class AfterImport:
                 vars(loader).pop("exec_module", None)
             is_first = self in sys.meta_path
             if is_first and self._before is not None:
-                self._before()
+                _guarded(self._before)
             load(module)
             if is_first:
                 self.remove()
-                self._after()
+                _guarded(self._after)
 
         exec_module.watcher = self  # type: ignore[attr-defined]
         loader.exec_module = exec_module  # type: ignore[attr-defined]

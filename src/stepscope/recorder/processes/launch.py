@@ -173,7 +173,10 @@ def hide_own_frames(code: CodeType | None) -> None:
 
     def excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         value.__traceback__ = traceback
-        remove_own_frames(value, code)
+        try:
+            remove_own_frames(value, code)
+        except Exception:
+            pass  # then ours are among them
         previous(kind, value, value.__traceback__)
 
     sys.excepthook = excepthook
@@ -182,7 +185,8 @@ def hide_own_frames(code: CodeType | None) -> None:
 def remove_own_frames(error: BaseException, code: CodeType | None) -> None:
     """Remove Stepscope's frames from the tracebacks of an exception and of those it came from."""
     error.__traceback__ = script_traceback(error.__traceback__, code)
-    link = error.__cause__ or error.__context__
-    while link is not None:
+    seen, link = {id(error)}, error.__cause__ or error.__context__
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
         link.__traceback__ = script_traceback(link.__traceback__, None)
         link = link.__cause__ or link.__context__

@@ -99,13 +99,13 @@ def start(options: str) -> None:
     """Measure this process if it trains; `options` is `Options.to_json()` of the process that was started first."""
 
     def torch_is_here() -> None:
-        try:
-            from stepscope.recorder.processes.child import begin
-            from stepscope.recorder.processes.options import Options
+        from stepscope.recorder import wall
 
-            begin(Options.from_json(options))
-        except Exception:
-            pass  # it must not become an error of the script's `import torch`
+        wall.raise_up()
+        from stepscope.recorder.processes.child import begin
+        from stepscope.recorder.processes.options import Options
+
+        begin(Options.from_json(options))
 
     pass_on(options)
     if "torch" in sys.modules:

@@ -1,0 +1,56 @@
+"""Keeps our ops out of the sight of the script's modes, and our own mode below all of them.
+
+A mode of the script (`TorchDispatchMode`, `TorchFunctionMode`) sees every op, ours too, unless it is taken off for
+the time. Ours lies below the script's: whatever the order in which they end, each takes off its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+T = TypeVar("T")
+
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+_taken_off: list[list[Any]] = []  # by each running `unseen`, the topmost mode first
+
+
+def unseen(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function of ours below all modes. If there are none, it may as well be called directly."""
+    modes = [_pop_mode() for _ in range(num_dispatch_modes())]
+    _taken_off.append(modes)
+    try:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+    finally:
+        _taken_off.pop()
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def enter_below(mode: Any) -> None:
+    """Let a dispatch mode of ours see every op, after all modes of the script."""
+    if _taken_off:
+        _taken_off[0].append(mode)
+    else:
+        above = [_pop_mode() for _ in range(num_dispatch_modes())]
+        for one in (mode, *reversed(above)):
+            _push_mode(one)
+
+
+def leave(mode: Any) -> bool:
+    """Take a mode of ours off, wherever it lies. Return False while it is handling an op: it is on no stack then."""
+    for modes in _taken_off:
+        if any(one is mode for one in modes):
+            modes[:] = [one for one in modes if one is not mode]
+            return True
+    found = [_pop_mode() for _ in range(num_dispatch_modes())]
+    for one in reversed(found):
+        if one is not mode:
+            _push_mode(one)
+    return any(one is mode for one in found)
