@@ -1,6 +1,6 @@
 """Runs commands in forks of a process that has imported torch, which takes seconds and is the same for all.
 
-    python forks.py < requests > answers
+    python forks.py MODULES… < requests > answers
 
 A request is a line of JSON: `words` (as after `python`: a script, or `-m` and a module, and its arguments), `folder`
 (the working directory, where `stdout` and `stderr` are written) and `environment`. The answer is its exit code.
@@ -10,6 +10,7 @@ A request is a line of JSON: `words` (as after `python`: a script, or `-m` and a
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -17,7 +18,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,15 @@ TIMEOUT_S = 120
 
 
 class Forks:
-    """A process that has torch, and runs one command after the other in forks of itself."""
+    """A process that has torch, and runs one command after the other in forks of itself.
 
-    def __init__(self, settings: Mapping[str, str]) -> None:
+    `modules` are imported there before.
+    """
+
+    def __init__(self, settings: Mapping[str, str], *modules: str) -> None:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *modules],
             env=os.environ | settings,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -60,6 +63,8 @@ def main() -> None:
     import torch.profiler
     import torch.utils.data  # noqa: F401
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()
@@ -76,7 +81,7 @@ def _run(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     _replace(0, os.open(os.devnull, os.O_RDONLY))
     for number, name in ((1, "stdout"), (2, "stderr")):
-        _replace(number, os.open(name, os.O_WRONLY | os.O_CREAT))
+        _replace(number, os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
         setattr(sys, name, os.fdopen(number, "w", closefd=False))
         setattr(sys, f"__{name}__", getattr(sys, name))
     exit_code = 0
@@ -85,7 +90,7 @@ def _run(request: dict[str, Any]) -> None:
     except SystemExit as error:
         exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         exit_code = 1
     try:
         threading._shutdown()  # type: ignore[attr-defined]

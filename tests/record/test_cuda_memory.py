@@ -181,7 +181,8 @@ def test_a_gradient_that_nobody_has_asked_for_was_there_before_the_window(cuda, 
     probe = MemoryProbe(tmp_path, False, Notes(), Notes().guard)
     inputs = torch.ones(77, 3, requires_grad=True)
     inputs.sum().backward()
-    probe.start([nn.Linear(2, 2)], [], None, lambda: "forward")
+    model = nn.Linear(2, 2)
+    probe.start([model], [], None, lambda: "forward")
     del inputs
     probe.stop()
 

@@ -196,6 +196,8 @@ class _Run:
                 child.close(outcome)
             return
         _flush()
+        if self._options is None:
+            return  # it could not be prepared, and the script ran unmeasured
         if _has_processes():
             self._late.append(outcome)
         else:

@@ -6,6 +6,7 @@ Each hook runs only a few times per step: none is on every op or every module.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from stepscope.recorder.asides import install_asides
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.model import drop_hooks
 from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen
-from stepscope.recorder.patches import After, Around, Handle, Patch
+from stepscope.recorder.patches import After, Around, Handle, Patch, Weak
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.wall import failed
 
@@ -87,13 +88,17 @@ def surround_optimizers(loop: Loop, optimizers: Iterable[Any]) -> list[Handle]:
     The global hooks run inside that range, so ranges opened there would not nest with it.
     """
 
-    def begins(optimizer: Any, *_args: Any, **_kwargs: Any) -> After | None:
+    def begins(optimizer: Any) -> After | None:
         if not loop.listens():
             return None
         loop.optimizer_surrounded(optimizer)
         return lambda has_stepped: loop.optimizer_ended(optimizer) if has_stepped else loop.optimizer_failed()
 
-    return [Patch(optimizer, "step", functools.partial(begins, optimizer)) for optimizer in optimizers]
+    def surround(optimizer: Any) -> Handle:
+        reference = weakref.ref(optimizer)
+        return Weak(Patch(optimizer, "step", lambda *_args, **_kwargs: begins(reference())))
+
+    return [surround(optimizer) for optimizer in optimizers]
 
 
 def _scaler_patch(loop: Loop) -> Handle:

@@ -35,7 +35,7 @@ from stepscope.recorder.step_ends import OPTIMIZER as BY_OPTIMIZER
 from stepscope.recorder.step_facts import Forward, Gradients, StepFacts
 from stepscope.recorder.updates import UpdateWatch
 from stepscope.recorder.usual_steps import UsualSteps
-from stepscope.recorder.wall import guarded, surrounded
+from stepscope.recorder.wall import surrounded
 
 
 class Loop:
@@ -326,13 +326,8 @@ class Loop:
         depths = (self._root_depth, self._backward_depth, self._data_depth, self._manual_depth)
         optimizer = self._last_optimizer() if self._last_optimizer is not None else None
         is_busy = any(depths) or self._asides or self._optimizer_stack or self._updates.is_pending
-        if (
-            self._is_listening
-            and self._backward_seen
-            and self.finder.is_usual
-            and optimizer is not None
-            and not is_busy
-        ):
+        is_usual = self._is_listening and self._backward_seen and self.finder.is_usual
+        if is_usual and optimizer is not None and not is_busy:
             self.usual.start(self._thread, optimizer, self._owners.number(optimizer), in_full, most_steps)
 
     def usual_forward(self, forward: Forward, goes_on: bool) -> None:
@@ -374,9 +369,6 @@ class Loop:
 
     def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
         """End the step here, for `stepscope.step()`."""
-        guarded(unseen)(self._explicit_step, tokens, loss)
-
-    def _explicit_step(self, tokens: int | None, loss: Any) -> None:
         if not self.listens():
             return
         self._open()

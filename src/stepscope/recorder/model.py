@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from sys import _getframe, getrefcount
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -116,9 +117,14 @@ class _CallChain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        call = self.call or module._call_impl  # type: ignore[union-attr]
         if torch.compiler.is_compiling():  # folded by Dynamo, so that a compiled caller is unaffected
-            return call(*args, **kwargs)
+            return (self.call or module._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
+        if getrefcount(self) > _NUM_REFERENCES + len(self.hooks) or module is None:
+            # A script that copies a module's `__dict__` by hand copies this too: the caller's `self` is another one.
+            called = _getframe(1).f_locals.get("self", module)
+            if called is not module:
+                return (self.inner or called._call_impl)(*args, **kwargs)
+        call = self.call or module._call_impl  # type: ignore[union-attr]
         if len(self.hooks) == 1 and (usual := self.hooks[0].usual) is not None and usual.is_on:
             if usual.is_inside:
                 return call(*args, **kwargs)
@@ -159,6 +165,21 @@ class _CallChain:
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules with a `__getstate__` of their own keep it, nn.LSTM among them. Their copies get None.
         return type(None), ()
+
+
+class _Counter(_CallChain):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getrefcount(self)
+
+
+def _num_references() -> int:
+    """Return how many references a chain has that is being called and that its module alone holds."""
+    module = nn.Module()
+    module.__dict__["_compiled_call_impl"] = _Counter(module)
+    return int(nn.Module._wrapped_call_impl(module))
+
+
+_NUM_REFERENCES = _num_references()  # Python versions differ
 
 
 class CallHooks:
@@ -216,18 +237,22 @@ class CalledRoots:
     """Finds the modules that are called from outside any other module, by hooking all of them for one step."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.found: dict[int, nn.Module] = {}
+        self._found: dict[int, weakref.ref[nn.Module]] = {}
         self._depth = 0
         self._handles = [CallHooks(module, self._enter, self._leave) for module in modules]
 
     def _enter(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         # A module that a checkpoint calls again during backward was called by its model before.
         if self._depth == 0 and not backward_runs() and any(True for _ in module.parameters()):
-            self.found[id(module)] = module
+            self._found[id(module)] = weakref.ref(module)
         self._depth += 1
 
     def _leave(self, _module: nn.Module) -> None:
         self._depth -= 1
+
+    @property
+    def found(self) -> dict[int, nn.Module]:
+        return {key: module for key, one in self._found.items() if (module := one()) is not None}
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -273,7 +298,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
         elif value is None or isinstance(value, (int, float, str)):
             key.append(None)
         else:
-            return _new_batch_size(args, kwargs)
+            return unseen(_new_batch_size, args, kwargs)  # a subclass of Tensor would see what is read from it
     return _known_size(tuple(key), args, kwargs)
 
 

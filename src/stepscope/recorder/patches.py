@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -54,6 +55,17 @@ class _Replaced:
             setattr(self._owner, self._name, self._original)
         else:
             delattr(self._owner, self._name)
+
+
+class Weak:
+    """A patch of one object of the script, which holds it: here, it may be released."""
+
+    def __init__(self, patch: _Replaced) -> None:
+        self._patch = weakref.ref(patch)
+
+    def remove(self) -> None:
+        if (patch := self._patch()) is not None:
+            patch.remove()
 
 
 class Patch(_Replaced):

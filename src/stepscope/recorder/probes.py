@@ -22,6 +22,7 @@ from stepscope.recorder.model import is_compiled, parameter_facts
 from stepscope.recorder.precision.settings import precision_settings
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.trace_window import TraceProbe
+from stepscope.recorder.wall import pass_on
 
 WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision")
 """Facts that the windows find; notes about them belong to the same windows."""
@@ -47,6 +48,7 @@ class Probes:
         try:
             action()
         except Exception as error:
+            pass_on(error)
             self.note("recorder", f"while {doing}: {type(error).__name__}: {error}")
 
     def note(self, about: str, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Session:
         self._probes = Probes(folder, self._clock, facts, memory_in_full)
         self._loop = Loop(self._clock, self._step_ended)
         self._loop.usual.step_ended, self._loop.usual.interpreted = self._usual_step_ended, self._go_on
-        self.explicit_step = self._loop.explicit_step
+        self.explicit_step = partial(wall.guarded(unseen), self._loop.explicit_step)
         self.phase = self._loop.phase
         self.stop_listening = self._loop.stop_listening
         self._roots = self._loop.roots

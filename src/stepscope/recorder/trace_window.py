@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class TraceProbe:
     ) -> None:
         self._path = folder / name
         self._name = name
-        self._roots = roots
+        self._roots = [weakref.ref(root) for root in roots]  # the script may release them
         self._device = device
         self._first_step = first_step
         self._step_range: Any = None
@@ -79,7 +80,7 @@ class TraceProbe:
             self._profiler.start_trace()
             skip_event_parsing(self._profiler)
         self._started = True
-        for name, module in _named(self._roots):
+        for name, module in _named([root for one in self._roots if (root := one()) is not None]):
             self._label(name, module)
         clock.on_range = self._on_range
         self._open_step()

@@ -7,6 +7,7 @@ ends with the one optimizer. Whatever else happens goes the long way through `Lo
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from stepscope.recorder.clock import BEFORE_FORWARD, DATA, OTHER, UNATTRIBUTED, Clock
 from stepscope.recorder.model import batch_size
+from stepscope.recorder.modes import unseen
 from stepscope.recorder.step_facts import Forward, Inputs, is_known
 
 INTERPRET_NS = 250_000_000
@@ -81,7 +83,9 @@ class UsualSteps:
         key, seen, was_seen = id(root), None, False
         given = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(given, torch.Tensor):
-            was_seen = bool(self._inputs) and is_known(given, key, self._inputs)
+            if self._inputs:
+                look = is_known if type(given) is torch.Tensor else partial(unseen, is_known)
+                was_seen = look(given, key, self._inputs)
             seen = weakref.ref(given)
             self._inputs.append((seen, key))
         forward = key, weakref.ref(root), batch_size(args, kwargs), seen, was_seen
@@ -97,8 +101,8 @@ class UsualSteps:
             return False
         self.is_inside, self._waits = True, False
         loss = None
-        if self.in_full and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            loss = tensors.detach()
+        if self.in_full and isinstance(tensors, torch.Tensor):
+            loss = _loss(tensors) if type(tensors) is torch.Tensor else unseen(_loss, tensors)
         self._events.append((_BACKWARD, time.perf_counter_ns(), loss))
         return True
 
@@ -244,3 +248,7 @@ class UsualSteps:
                 loop.usual_optimizer_begins(what)
             else:
                 loop.usual_step_ended(what)
+
+
+def _loss(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.detach() if tensor.numel() == 1 else None

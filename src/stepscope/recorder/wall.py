@@ -39,18 +39,17 @@ def take_down() -> None:
 
 
 def failed(error: Exception) -> None:
-    """End the measurement because of an error on our side. What a signal handler of the script raised goes on."""
+    """End the measurement because of an error on our side."""
     global _has_spoken
     if not _stands:
         raise error
-    text = f"{type(error).__name__}: {_message(error)}{_place(error.__traceback__)}"
+    text = f"{type(error).__name__}: {' '.join(message(error).split())[:200]}{_place(error.__traceback__)}"
     try:
         if current.session is not None:
             current.session.abandon(text)
-    except Exception:
-        pass  # it is inert in any case, and the line says what came first
-    if _is_raised_by_signal(error.__traceback__):
-        raise error
+    except Exception as another:
+        pass_on(another)  # it is inert in any case, and the line says what came first
+    pass_on(error)
     if not _has_spoken:
         _has_spoken = True
         tell(f"the measurement ended after an error ({text}); the script goes on")
@@ -95,9 +94,10 @@ def _leave_in_child() -> None:
 os.register_at_fork(after_in_child=_leave_in_child)
 
 
-def _message(error: Exception) -> str:
+def message(error: BaseException) -> str:
+    """Return what an exception says, which may be code of the script."""
     try:
-        return " ".join(str(error).split())[:200]
+        return str(error)
     except Exception:
         return "an error without a message"
 
@@ -113,15 +113,15 @@ def _place(traceback: TracebackType | None) -> str:
     return found
 
 
-def _is_raised_by_signal(traceback: TracebackType | None) -> bool:
-    """Return whether a signal handler of the script, which may run between any two lines, raised an error."""
+def pass_on(error: Exception) -> None:
+    """Raise an error again if a signal handler of the script raised it, which may run between any two lines."""
+    traceback = error.__traceback__
     installed = (signal.getsignal(number) for number in signal.valid_signals())
     codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in installed} - {None}
     while traceback is not None:
         if traceback.tb_frame.f_code in codes:
-            return True
+            raise error
         traceback = traceback.tb_next
-    return False
 
 
 # --- what we say ----------------------------------------------------------------------------------

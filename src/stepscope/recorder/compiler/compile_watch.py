@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stepscope.recorder.compiler.provenance import Provenance, compile_id_text
+from stepscope.recorder.wall import pass_on
 
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -345,4 +346,5 @@ class _Handler(logging.Handler):
         try:
             self._receive(record)
         except Exception as error:  # a log handler must never disturb the code that logs
+            pass_on(error)
             self._probe.error = self._probe.error or f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ A dispatch mode sees each op after autograd and autocast, forward and backward, 
 window and never affects timed steps.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -23,6 +24,7 @@ from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.modes import enter_below, leave
 from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.values import tensors_in
+from stepscope.recorder.wall import pass_on
 
 MEMORY_SCHEMA_VERSION = 2
 LOSS = "loss"  # the end of a forward: after the last root module, before the backward
@@ -50,7 +52,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         is_passive: bool = False,
     ) -> None:
         super().__init__()
-        self._roots, self._optimizers, self._phase, self._callers = roots, optimizers, phase, callers
+        # Weak references: the script may release its models.
+        self._root_references = [weakref.ref(root) for root in roots]
+        self._optimizer_references = [weakref.ref(one) for one in optimizers]
+        self._phase, self._callers = phase, callers
         self._modules: list[str] = []
         self._left_root = False
         self._last_phase: str | None = None
@@ -112,9 +117,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._storages.close()
         remove_all(self._handles)
 
-    def release(self) -> None:
-        """Let go of the models: this ledger is part of cycles, and the script may want their memory back."""
-        self._roots, self._optimizers = [], []
+    @property
+    def _roots(self) -> list[nn.Module]:
+        return [root for one in self._root_references if (root := one()) is not None]
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [optimizer for one in self._optimizer_references if (optimizer := one()) is not None]
 
     # --- reports from the session --------------------------------------------------------------
 
@@ -143,6 +152,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             for module, entry in saved.items():
                 self._saved[module] = max(self._saved.get(module, entry), entry)
         except Exception as error:  # an unexpected graph must not end a training run
+            pass_on(error)
             self.saved_error = f"{type(error).__name__}: {error}"
 
     def note_gradients(self, optimizer: Any) -> None:
@@ -164,28 +174,29 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     # --- ops -----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, out, decomposes = kwargs or {}, None, False
-        if self._is_over:
-            return func(*args, **kwargs)
-        try:
-            op = self._ops.get(func) or self._ops.setdefault(func, Op(func))
-            decomposes = op.decomposes
-            if op.is_higher_order:
-                self._count(op, func, args, kwargs, None)
-        except Exception as error:
-            self._failed(func, error)
-        if decomposes:
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        out = func(*args, **kwargs)
-        try:
-            if not op.is_higher_order:
-                self._count(op, func, args, kwargs, out)
-        except Exception as error:
-            self._failed(func, error)
-        return out
+        kwargs, op, decomposes = kwargs or {}, None, False
+        # Called from Python, an op would show itself to subclasses of Tensor, as it does not in a backward.
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                if not self._is_over:
+                    op = self._ops.get(func) or self._ops.setdefault(func, Op(func))
+                    decomposes = op.decomposes
+                    if op.is_higher_order:
+                        self._count(op, func, args, kwargs, None)
+            except Exception as error:
+                self._failed(func, error)
+            if decomposes:
+                with self:
+                    result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            out = func(*args, **kwargs)
+            try:
+                if op is not None and not op.is_higher_order:
+                    self._count(op, func, args, kwargs, out)
+            except Exception as error:
+                self._failed(func, error)
+            return out
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         try:
@@ -196,6 +207,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def _failed(self, func: Any, error: Exception) -> None:
         # An unexpected shape leaves a reported gap in the counts. It must not end a training run.
+        pass_on(error)
         self._error = self._error or f"{func}: {type(error).__name__}: {error}"
 
     def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:

@@ -207,7 +207,6 @@ class MemoryProbe:
                 self._note("attention", f"{attention.num_dropped:,} further attention calls were not recorded")
             ledger.stop()
             memory = {**ledger.memory(), "left_alive": self._left_alive}
-            ledger.release()
             self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
             files.write_json_gz(self._folder / files.MEMORY_FILE, memory)
             if ledger.saved_error:

@@ -13,7 +13,7 @@ import torch
 
 from stepscope.recorder.frames import caller
 from stepscope.recorder.modes import unseen
-from stepscope.recorder.wall import caught_warnings
+from stepscope.recorder.wall import caught_warnings, pass_on
 
 BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
 """The return values of `torch._fused_sdp_choice`."""
@@ -67,6 +67,7 @@ class AttentionCalls:
             try:
                 self._look(query, key, value, attn_mask, dropout_p, is_causal, options)
             except Exception as error:
+                pass_on(error)
                 self.error = self.error or f"{type(error).__name__}: {error}"
         attend = torch.ops.aten.scaled_dot_product_attention.default
         return attend.decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stepscope.recorder import files
 from stepscope.recorder.run_facts import now
+from stepscope.recorder.wall import message
 
 
 def ending(error: BaseException | None) -> tuple[str, dict[str, Any]]:
@@ -27,7 +28,7 @@ def ending(error: BaseException | None) -> tuple[str, dict[str, Any]]:
         status = files.STATUS_FAILED if facts["exit_code"] else files.STATUS_FINISHED
     elif error is not None:
         status, facts["exit_code"] = files.STATUS_FAILED, 1
-        facts["exception"] = f"{type(error).__name__}: {error}"[:500]
+        facts["exception"] = f"{type(error).__name__}: {message(error)}"[:500]
     processes = sys.modules.get("multiprocessing.process")
     facts["num_child_processes"] = next(processes._process_counter) - 1 if processes else 0
     return status, facts

@@ -163,7 +163,10 @@ def script_traceback(traceback: TracebackType | None, code: CodeType | None) -> 
 
 def raise_as_script(error: BaseException, code: CodeType) -> NoReturn:
     """Raise `error` so that Python prints the script's own traceback and exits with its code."""
-    hide_own_frames(code)
+    try:
+        hide_own_frames(code)
+    except Exception:
+        pass  # then ours are among them
     raise error
 
 
