@@ -1,5 +1,7 @@
 """Hostile scripts do under Stepscope what they do alone: output, exit code and every file that they write."""
 
+import re
+
 import pytest
 from hostile_scripts import PRELUDE, SCRIPTS
 
@@ -53,3 +55,44 @@ def test_what_ends_a_measurement_is_one_line(lab, forks):
     run = _compare(lab, forks, "parameters() raises")
     said = [line for line in run.stderr.splitlines() if "stepscope" in line]
     assert len(said) == 1 and "RuntimeError: mine" in said[0] and said[0].endswith("the script goes on")
+
+
+FORKS = """
+import atexit, os, sys
+from tiny import *
+for _ in range(12):
+    train_step()
+for how in ("sys.exit(7)", "pass", "raise ValueError('mine')", "sys.exit('text')", "os._exit(3)"):
+    sys.stdout.flush()
+    if not (pid := os.fork()):
+        atexit.register(print, "at exit", how)
+        train_step()
+        print("child", how)
+        exec(how)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_forks_of_a_traced_process_end_as_they_do_alone(lab):
+    """Kineto, once it has run, lets no fork of the process end by itself."""
+    alone, watched = lab.script(FORKS).both()
+    assert (watched.exit_code, watched.stdout) == (alone.exit_code, alone.stdout) and alone.exit_code == 0
+    assert (watched.folder / "trace" / "rank0.json.gz").exists()
+    said = re.sub(r'"/.*/train.py"', "", watched.stderr)
+    assert said == re.sub(r'"/.*/train.py"', "", alone.stderr)
+
+
+def test_modules_beside_the_script_hide_those_of_python(lab):
+    """GIVEN a module with the name of one that we have loaded, and one that we load at the end."""
+    script = lab.script("import ipaddress, statistics\nprint(ipaddress.mine, statistics.mine)\nimport torch\n")
+    for name in ("ipaddress", "statistics", "fractions", "zipapp"):
+        (script.folder / f"{name}.py").write_text("print('imported', __name__)\nmine = 1\n")
+    command = script.folder / "bin" / "stepscope"
+    command.parent.mkdir()
+    command.write_text("import sys\nfrom stepscope.cli.main import main\nsys.exit(main())\n")
+    alone = script.bare()
+    run = script.python(command, "run", "-o", "recording", "train.py")
+    assert run.stdout.startswith(alone.stdout) and "imported" not in run.stdout.removeprefix(alone.stdout)
+    assert run.exit_code == alone.exit_code
+    assert run.recording.facts["exit_code"] == alone.exit_code

@@ -85,10 +85,10 @@ def main(arguments: argparse.Namespace) -> int:
     wall.raise_up()
     run = _Run(arguments, windows)
     atexit.register(
-        wall.guarded(run.end_late)
+        wall.guarded(launch.own_imports()(run.end_late))
     )  # before multiprocessing registers the function that waits for its processes
     start.cancel()
-    AfterImport("torch", after=run.torch_is_here)
+    AfterImport("torch", after=launch.own_imports()(run.torch_is_here))
     try:
         load = launch.load_module if arguments.module else launch.load_script
         program = load(words[0], words[1:])
@@ -105,14 +105,17 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         run.print_card_to(_send_output_to_stderr())
     if "torch" in sys.modules:
-        wall.guarded(run.torch_is_here)()
+        wall.guarded(launch.own_imports()(run.torch_is_here))()
 
     outcome: BaseException | None = None
     try:
         launch.run_program(program)
     except BaseException as error:
         outcome = error
-    wall.guarded(run.ended)(outcome)
+    wall.guarded(launch.own_imports()(run.ended))(outcome)
+    trace_window = sys.modules.get("stepscope.recorder.trace_window")
+    if trace_window is not None and trace_window.was_forked_after_trace():
+        launch.leave_fork(outcome, program.code)
     if outcome is not None:
         launch.raise_as_script(outcome, program.code)
     return 0

@@ -43,6 +43,7 @@ class Roots:
         """Hook one root module."""
         known = self._hooks.get(id(module))
         if known is None or known.module is not module:  # a released module's id may be used again
+            self._hooks = {key: hooks for key, hooks in self._hooks.items() if hooks.module is not None}
             self._hooks[id(module)] = self._hook(module)
 
     def _hook(self, module: nn.Module) -> CallHooks:

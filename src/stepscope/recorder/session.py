@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
@@ -54,12 +55,9 @@ class Session:
             raise ValueError("warmup must be at least 2: the first two steps are used to find the model")
         self.folder = folder
         self.is_script = is_script
-        self._windows = windows
-        self._model = model
-        self._tokens_per_step = tokens_per_step
-        self._exit_after = exit_after
-        self._inference = inference
-        self._on_roots = on_roots
+        self._windows, self._model = windows, model
+        self._tokens_per_step, self._exit_after = tokens_per_step, exit_after
+        self._inference, self._on_roots = inference, on_roots
         self._progress = Progress(windows, exit_after, progress or (lambda _line: None))
         self._last_ns = 0  # of the last step
 
@@ -78,7 +76,8 @@ class Session:
         self._step = 0
         self._window = self._windows.at(0)
         self._free_ns = 0
-        self._forwards_ns: list[int] = []  # forwards that ended a step: the steps of inference, or an evaluation
+        # Forwards that ended a step: the steps of inference, or an evaluation. All, and the last ones.
+        self._all_forwards_ns, self._forwards_ns = 0, deque[int](maxlen=MAX_STEPS_OF_ONE + 1)
         self._source: str | None = None  # what ended the first step
         self._is_closed = self._is_abandoned = False
         self._begun: list[tuple[TimedStep, StepFacts, int]] = []  # the first steps, and how much they compiled
@@ -287,7 +286,7 @@ class Session:
         joined = reduce(TimedStep.joined, steps), reduce(StepFacts.joined, facts), sum(nums_compiles)
         self._samples.restart(f"a step has {finder.num_sources} optimizers")
         self._probes.forget_windows()
-        del self._forwards_ns[-self._step :]
+        self._all_forwards_ns -= sum(self._forwards_ns.pop() for _ in range(min(self._step, len(self._forwards_ns))))
         self._step, self._window = 0, self._windows.at(0)
         self._write_step(*joined)
         self._step, self._begun = 1, [joined]
@@ -313,7 +312,7 @@ class Session:
             self._num_compiles -= num_compiles
         elif self._source == FORWARD:
             # Forwards before the first backward are no steps but an evaluation, which the loop began with.
-            wall_ns = sum(self._forwards_ns)
+            wall_ns = self._all_forwards_ns
             name = self._loop.between.before_training
             lead = TimedStep(0, step.start_ns - wall_ns, wall_ns, {name: wall_ns}, {name: 1})
             self._samples.add_aside("lead", lead)
@@ -331,6 +330,7 @@ class Session:
             # Probed forwards take longer: the ones before them stand for them.
             is_timed = self._window in (windows.WARMUP, windows.CLEAN, windows.FREE)
             self._forwards_ns.append(step.wall_ns if is_timed else self._forwards_ns[-1])
+            self._all_forwards_ns += self._forwards_ns[-1]
         num_tokens = facts.given_tokens or self._tokens_per_step
         self._samples.add(step, self._window, facts, num_tokens, num_compiles)
 

@@ -4,6 +4,7 @@ This module must not import torch: what the script sets before importing it (CUD
 the allocator configuration) must still take effect.
 """
 
+import atexit
 import builtins
 import importlib.machinery
 import io
@@ -13,8 +14,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -142,8 +145,46 @@ def run_program(program: Program) -> None:
     # It stays in place after the script ends: atexit functions and threads still look it up.
     sys.modules["__main__"] = main
     sys.argv[:] = program.argv
+    _give_way(program.path_entry)
     sys.path[0] = program.path_entry
     exec(program.code, main.__dict__)
+
+
+_hidden: dict[str, types.ModuleType] = {}  # modules of Python that the script's folder has too, and their parts
+
+
+def _give_way(folder: str) -> None:
+    """Forget modules of Python that modules beside the script hide: it imports its own, as it does alone."""
+    try:
+        beside = {name.partition(".")[0] for name in os.listdir(folder)}  # noqa: PTH208
+    except OSError:
+        return  # a zip file
+    for name in beside & sys.stdlib_module_names - {"encodings", "__main__"}:
+        if getattr(importlib.import_module(name).__spec__, "origin", None) not in ("built-in", "frozen"):
+            _hidden.update(_loaded({name}))
+    for name in _hidden:
+        del sys.modules[name]
+
+
+def _loaded(names: Container[str]) -> dict[str, types.ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
+
+
+@contextmanager
+def own_imports() -> Iterator[None]:
+    """Import what we need ourselves: Python's own modules, not those beside the script that hide them."""
+    names = {name.partition(".")[0] for name in _hidden}
+    theirs = _loaded(names)
+    for name in theirs:
+        del sys.modules[name]
+    sys.modules.update(_hidden)
+    try:
+        yield
+    finally:
+        _hidden.update(_loaded(names))
+        for name in _loaded(names):
+            del sys.modules[name]
+        sys.modules.update(theirs)
 
 
 def script_traceback(traceback: TracebackType | None, code: CodeType | None) -> TracebackType | None:
@@ -152,7 +193,8 @@ def script_traceback(traceback: TracebackType | None, code: CodeType | None) -> 
     while traceback is not None:
         if traceback.tb_frame.f_code is code:
             frames.clear()
-        if not traceback.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+        # Python leaves out the frames of an import, unless ours are among them.
+        if not traceback.tb_frame.f_code.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")):
             frames.append(traceback)
         traceback = traceback.tb_next
     result = None
@@ -168,6 +210,29 @@ def raise_as_script(error: BaseException, code: CodeType) -> NoReturn:
     except Exception:
         pass  # then ours are among them
     raise error
+
+
+def leave_fork(error: BaseException | None, code: CodeType) -> NoReturn:
+    """End a forked process as Python does, but without the destructors of C++.
+
+    There Kineto, once a trace was taken, waits forever for a thread that a fork does not have.
+    """
+    exit_code = 0
+    if isinstance(error, SystemExit):
+        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, (int, type(None))):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        remove_own_frames(error, code)
+        sys.excepthook(type(error), error, error.__traceback__)
+        exit_code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(exit_code & 0xFF)
 
 
 def hide_own_frames(code: CodeType | None) -> None:
