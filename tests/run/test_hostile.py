@@ -8,17 +8,14 @@ from hostile_scripts import PRELUDE, SCRIPTS
 OPTIONS = ("--quiet", "--warmup", "2", "--clean", "3", "--trace", "1")
 # One of each kind in `make test`; the others, and these, in `make test-all`.
 QUICK = (
-    "a dispatch mode around the optimizer only",
     "a function mode",
-    "parameters() raises",
     "arguments nested without end",
-    "containers that raise",
-    "warnings that are shown once",
     "closed descriptors",
     "models that are released",
     "a clone by hand",
     "an exception that causes itself",
 )
+ENDS = "parameters() raises"  # the measurement
 OWN = {"recording", "stdout", "stderr"}
 
 
@@ -46,13 +43,13 @@ def test_a_hostile_script_does_what_it_does_alone(lab, forks, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in QUICK])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in (*QUICK, ENDS)])
 def test_every_hostile_script_does_what_it_does_alone(lab, forks, name):
     _compare(lab, forks, name)
 
 
 def test_what_ends_a_measurement_is_one_line(lab, forks):
-    run = _compare(lab, forks, "parameters() raises")
+    run = _compare(lab, forks, ENDS)
     said = [line for line in run.stderr.splitlines() if "stepscope" in line]
     assert len(said) == 1 and "RuntimeError: mine" in said[0] and said[0].endswith("the script goes on")
 
@@ -74,6 +71,7 @@ for how in ("sys.exit(7)", "pass", "raise ValueError('mine')", "sys.exit('text')
 """
 
 
+@pytest.mark.long
 def test_forks_of_a_traced_process_end_as_they_do_alone(lab):
     """Kineto, once it has run, lets no fork of the process end by itself."""
     alone, watched = lab.script(FORKS).both()
@@ -83,6 +81,7 @@ def test_forks_of_a_traced_process_end_as_they_do_alone(lab):
     assert said == re.sub(r'"/.*/train.py"', "", alone.stderr)
 
 
+@pytest.mark.long
 def test_modules_beside_the_script_hide_those_of_python(lab):
     """GIVEN a module with the name of one that we have loaded, and one that we load at the end."""
     script = lab.script("import ipaddress, statistics\nprint(ipaddress.mine, statistics.mine)\nimport torch\n")

@@ -123,7 +123,7 @@ class _CallChain:
             # A script that copies a module's `__dict__` by hand copies this too: the caller's `self` is another one.
             called = _getframe(1).f_locals.get("self", module)
             if called is not module:
-                return (self.inner or called._call_impl)(*args, **kwargs)
+                return (self.inner or called._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
         call = self.call or module._call_impl  # type: ignore[union-attr]
         if len(self.hooks) == 1 and (usual := self.hooks[0].usual) is not None and usual.is_on:
             if usual.is_inside:
