@@ -99,7 +99,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_a_folder(tmp_path):
-    with pytest.raises(TraceError, match="is a folder, not a trace file"):
+    with pytest.raises(TraceError, match="it is a folder, not a file"):
         read_trace(tmp_path)
 
 
@@ -118,14 +118,14 @@ def test_what_the_system_refuses_to_open(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(TraceError, match=r"trace\.json: Permission denied$"):
         read_trace(tmp_path / "trace.json")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TraceError, match="is a pipe or a device, not a trace file"):
+    with pytest.raises(TraceError, match="it is a pipe or a device, not a file"):
         read_trace(tmp_path / "pipe")
 
 

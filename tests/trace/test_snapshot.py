@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from memories import BASE, MIB, snapshot
 from stepscope.errors import TraceError
-from stepscope.trace import snapshot as snapshot_module
 from stepscope.trace.snapshot import _PlainUnpickler, plain_values, read_snapshot
 
 NAMES = (
@@ -200,13 +200,17 @@ def test_a_file_cut_anywhere_is_refused(protocol, tmp_path):
             read_snapshot(write(tmp_path / "s.pickle", whole[:end]))
 
 
-def test_a_list_that_is_meant_many_times_is_bounded(monkeypatch, tmp_path):
-    monkeypatch.setattr(snapshot_module, "MAX_ENTRIES", 10_000)
+def test_a_list_that_is_meant_many_times_is_bounded(tmp_path):
     blocks = [{"size": 1, "requested_size": 1, "state": "inactive", "frames": []}] * 1000
     bomb = {"segments": [{"address": 1, "total_size": 1000, "blocks": blocks}] * 1000}
 
-    with pytest.raises(TraceError, match="more than 10,000 entries"):
+    tracemalloc.start()
+    with pytest.raises(TraceError, match="entries, too many for its size"):
         read_snapshot(write(tmp_path / "s.pickle", pickle.dumps(bomb)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most < 1 << 22
 
 
 def test_a_text_longer_than_any_is_refused(tmp_path):
@@ -215,9 +219,9 @@ def test_a_text_longer_than_any_is_refused(tmp_path):
 
 
 def test_a_file_larger_than_any_is_refused_unread(monkeypatch, tmp_path):
-    monkeypatch.setattr(snapshot_module, "MAX_BYTES", 1 << 20)
+    monkeypatch.setenv("STEPSCOPE_MAX_SNAPSHOT_MIB", "1")
 
-    with pytest.raises(TraceError, match="max_entries"):
+    with pytest.raises(TraceError, match="more than 1 MiB: set STEPSCOPE_MAX_SNAPSHOT_MIB"):
         read_snapshot(write(tmp_path / "s.pickle", bytes(1 << 21)))
 
 

@@ -6,9 +6,11 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from polars.exceptions import PanicException
+
 from stepscope.analysis.time.ledger import Ledger
 from stepscope.display import Shown
-from stepscope.errors import WRONG_KIND, Unavailable, UsageError, if_available, wrong_kind
+from stepscope.errors import Unavailable, UsageError, if_available
 from stepscope.findings import rules
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Finding
@@ -94,10 +96,9 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         except Unavailable as reason:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
-        except WRONG_KIND as error:
-            if not case.has_recording:
-                raise
-            unchecked.append(Unchecked(rule.id, f"The recording has {wrong_kind(error)}."))
+        except (Exception, PanicException) as error:  # a rule that fails costs only itself
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            unchecked.append(Unchecked(rule.id, f"This check failed ({what}). The others are not affected."))
             continue
         findings += found
         if not found:
@@ -121,7 +122,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     try:
         warnings = (*case.notes, *case.account.warnings)
     except Unavailable as reason:
-        warnings = (str(reason),)
+        warnings = (*case.notes, str(reason))
     findings.sort(key=lambda finding: (-(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id))
     return Diagnosis(
         step_ns=step_ns,

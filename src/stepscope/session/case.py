@@ -58,6 +58,7 @@ class Case:
     _window: Callable[[], dict[str, Any]] | None = None  # reads the recording's memory window
     _ranks: tuple[RankAccount, ...] = ()
     _notes: tuple[str, ...] = ()
+    _summary: Callable[[Recording], Summary] = summary_of
 
     # -- the recording --------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ class Case:
 
     @cached_property
     def summary(self) -> Summary:
-        return summary_of(self.recording)
+        return self._summary(self.recording)
 
     @property
     def compile_report(self) -> dict[str, Any]:
@@ -116,10 +117,11 @@ class Case:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Which of several traces this is, and whether it is complete."""
+        """Which of several traces this is, whether it is complete, and what of the recording could not be read."""
+        damaged = self._recording.warnings if self._recording is not None else ()
         is_cut_off = self._trace is not None and self._trace.facts.is_cut_off
         cut = ("the trace is cut off: GPU work is written last, and may be missing",) if is_cut_off else ()
-        return (*self._notes, *cut)
+        return (*self._notes, *cut, *damaged)
 
     @cached_property
     def account(self) -> RankAccount:

@@ -112,10 +112,7 @@ class Session:
         """The figures of a recording: step time, phases, throughput, MFU."""
         from stepscope.analysis.time.summary import summary_of
 
-        try:
-            return summary_of(self.recording)
-        except WRONG_KIND as error:
-            raise RecordingError(f"{self.path} holds a recording with {wrong_kind(error)}") from None
+        return summary_of(self.recording)
 
     @cached_property
     def rank_folders(self) -> dict[int, Path]:
@@ -184,7 +181,7 @@ class Session:
         window = (lambda: self.allocations) if self.has_memory_window else None
         files = if_available(lambda: self.trace_files)
         if files is None:  # a recording without a trace still answers some rules
-            return Case(self.path, None, 0, recording, window)
+            return Case(self.path, None, 0, recording, window, _summary=lambda _: self.summary)
         first: RankTrace | None = None
         accounts, notes, is_known = [], [], True
         for opened in self._ranks():
@@ -199,7 +196,8 @@ class Session:
         if accounts and not is_known:
             unknown = "neither the traces nor their names say their ranks"
             notes.append(f"{unknown}: of different runs, name one file at a time")
-        return Case(self.path, first.trace, first.rank, recording, window, tuple(accounts), tuple(notes))
+        facts = recording, window, tuple(accounts), tuple(notes)
+        return Case(self.path, first.trace, first.rank, *facts, _summary=lambda _: self.summary)
 
     @cached_property
     def linked(self) -> Linked:

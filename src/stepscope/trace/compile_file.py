@@ -1,15 +1,16 @@
 """`compile.json` of a recording, and `compiler` of a checked workload: torch.compile's reports."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
+
+from stepscope.trace.border import COUNT, FLAG, NUMBER, PLAIN, TEXT, fields_that_fit, read_json
 
 COMPILE_FILE = "compile.json"
 
 
 class CompileFacts(TypedDict, total=False):
-    """`compile.json`. Older recordings have some of the fields, and a damaged one may have anything."""
+    """`compile.json`. Older recordings have some of the fields."""
 
     num_compiles: int
     compile_seconds: float  # of all compiles, including backwards
@@ -41,27 +42,49 @@ class CompileFacts(TypedDict, total=False):
     kernels and library ops in order, each with its module (`""` for the compiled one itself, null if unknown)."""
 
 
+_PLACED = {"reason?": TEXT, "place?": TEXT, "count?": COUNT, "runs_eagerly?": FLAG, "frame?": TEXT}
+SCHEMA: dict[str, Any] = {
+    **dict.fromkeys(("num_compiles", "num_graphs"), COUNT),
+    "compile_seconds": NUMBER,
+    "seconds_by_stage": {"*": NUMBER},
+    "frames": [{"frame": TEXT, "num_compiles": COUNT}],
+    "regions": {"*": TEXT},
+    "graphs": [{"compile_id?": TEXT, "frame?": TEXT, "num_ops?": COUNT, "num_inputs?": COUNT, "num_guards?": COUNT}],
+    **{key: [_PLACED] for key in ("graph_breaks", "recompile_limit_hits", "cuda_graph_skips", "failures")},
+    "recompiles": [{"frame?": TEXT, "failed_guards?": [TEXT], "place?": TEXT}],
+    "dynamic_dimensions": [{"source?": TEXT, "symbol?": TEXT, "sizes?": [PLAIN], "place?": TEXT}],
+    "caches": {"*": {"*": COUNT}},
+    "cuda_graphs": {"*": COUNT},
+    "compiled_calls": [{
+        "compile_id": TEXT, "key?": TEXT, "is_backward": FLAG, "calls": [[PLAIN]],
+    }],
+}  # fmt: skip
+"""What the fields must be. One that is not is left out, as in an older recording."""
+
+
 def entries(report: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return a list in `compile.json`, or an empty one if the file is damaged."""
-    found = report.get(name)
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    """Return a list in `compile.json`; an empty one if it is absent."""
+    return report.get(name) or []
 
 
 def count_of(entry: Mapping[str, Any]) -> int:
-    count = entry.get("count", 1)
-    return count if isinstance(count, int) else 1
+    return int(entry.get("count") or 1)
 
 
-def read_compile_file(path: Path) -> Mapping[str, Any] | None:
+def read_compile_file(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
+    """Return what fits of `compile.json`; None, with a warning, if it is not one."""
     try:
-        report = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        report = read_json(path)
+        if not isinstance(report, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError):
+        warnings.append(f"{path.name} could not be read and was skipped")
         return None
-    return report if isinstance(report, dict) else None
+    return fields_that_fit(report, SCHEMA, path.name, warnings)
 
 
 def compile_file_of_trace(trace: Path) -> Mapping[str, Any] | None:
     """Return `compile.json` of the recording of a trace (`<run>/trace/rank0.json.gz`); None for other traces."""
     run = trace.parent.parent
     is_of_recording = trace.parent.name == "trace" and (run / COMPILE_FILE).is_file()
-    return read_compile_file(run / COMPILE_FILE) if is_of_recording else None
+    return read_compile_file(run / COMPILE_FILE, []) if is_of_recording else None  # the recording's reader warns

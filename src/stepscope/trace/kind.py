@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stepscope.errors import UsageError
 from stepscope.rows import RESULTS_FILE
+from stepscope.trace.border import open_file
 from stepscope.trace.memory_file import MEMORY_FILE
 from stepscope.trace.recording import RECORDING_FILE
 
@@ -85,7 +86,7 @@ def follow_link(path: Path) -> None:
 
 def beginning_of(path: Path) -> bytes:
     """Return the first bytes of a file, decompressed; empty if the compression is damaged."""
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         data = stream.read(BEGINNING)
     if not data.startswith(b"\x1f\x8b"):
         return data

@@ -1,75 +1,24 @@
 """A recording's folder as typed data, complete or cut off; the counterpart of `recorder/files.py`."""
 
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar, cast
 
 from stepscope.errors import RecordingError
+from stepscope.trace.border import fields_that_fit, is_count, limit, lines_of, read_json
 from stepscope.trace.compile_file import COMPILE_FILE, read_compile_file
+from stepscope.trace.recording_facts import SCHEMA, RecordingFacts
 
 SCHEMA_VERSION = 1
 RECORDING_FILE = "recording.json"
 SAMPLES_FILE = "samples.jsonl"
 COUNTERS_FILE = "counters.jsonl"
 Item = TypeVar("Item")
-
-
-class RecordingFacts(TypedDict, total=False):
-    """`recording.json`. Fields are absent until known, so a killed run has only the first ones."""
-
-    schema_version: int
-    status: str  # `finished`, `failed`, or `interrupted` (killed, or still running)
-    command: dict[str, Any]
-    """`argv`, whether it ran as a `module`, the working `folder`, whether `--exit-after` was given, the `program` as
-    named and the `sha256` of its file."""
-    config: dict[str, Any]  # resolved settings: arguments, windows, tokens per step
-    config_hash: str  # first 16 hex digits of the SHA-256 of `config`
-    git: dict[str, Any] | None
-    """Revision of the script's repository and whether it was modified; null without a repository."""
-    started_at: str
-    finished_at: str
-    exit_code: int  # the script's exit code; absent for `stepscope.record()`
-    exception: str
-    num_child_processes: int  # processes the script started through multiprocessing
-    pid: int
-    environment: dict[str, Any]
-    """Versions, device name, threads, float32 matmul setting, environment variables that affect speed."""
-    precision: dict[str, Any]  # torch's precision settings at the end of the clean window (docs/precision.md)
-    steps: dict[str, Any]
-    """`source` of the step boundaries (`step()`, `optimizer`, `update`, `forward`), `num_sources`, `num_steps`,
-    `num_earlier` steps of models that were trained before, batches that may be `num_prefetched`, and
-    `num_lines_dropped` beyond the limit or on a full disk."""
-    between: dict[str, dict[str, int]]
-    """What the loop does between steps (`evaluation`, `checkpoint`, …): lines of the script, and how often each."""
-    windows: dict[str, int]  # requested steps of each window
-    roots: list[str]  # classes of the modules that the script calls itself
-    parameters: dict[str, Any]  # `num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once
-    memory: dict[str, int]
-    """Peaks at the end of the clean window: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
-    `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
-    trace: dict[str, Any] | None
-    """The trace's `file` and `bytes`, and what was `trimmed`; of its whole steps `num_steps`, `window_ns`, `num_ops`,
-    `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`; with
-    `--repeat` the same for each further trace window under `repeated`.
-    """
-    flops: dict[str, Any]
-    """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, and the
-    `weights` with size and forward FLOPs."""
-    attention: list[dict[str, Any]]
-    """Distinct attention calls in the memory window: `query`, `key`, `value` and `mask` shapes, `dtype`, `is_causal`,
-    `dropout`, `module`, `caller`, `num_calls`; the `backend` torch chose, `switched_off` ones, and torch's messages
-    for those it `refused` (docs/attention.md).
-    """
-    counters: dict[str, Any]
-    """`other_processes` on the GPU at the end of the run; `max_sm_clock_mhz`, `power_limit_watts`,
-    `default_power_limit_watts` if the driver reports them."""
-    fixes: list[dict[str, Any]]
-    """For a run of `stepscope verify` with a fix: its `id` and `value`, what was `changed` and how often, what was
-    `left` unchanged and why, and the message if `nothing_seen` could be changed."""
-    notes: list[dict[str, str]]  # remarks for the reader: `about` and `text`
 
 
 @dataclass(frozen=True)
@@ -129,13 +78,14 @@ class Recording:
 
     folder: Path
     status: str
-    facts: RecordingFacts  # `recording.json` as written
+    facts: RecordingFacts  # the fields of `recording.json` that fit their schema
     samples: tuple[StepSample, ...]
     counters: tuple[CounterSample, ...]
     compiler: Mapping[str, Any] | None
     warnings: tuple[str, ...]
     lead: Aside | None = None
     tail: Aside | None = None
+    num_unread: int = 0  # steps beyond the limit, which are only counted
 
     def window(self, name: str) -> tuple[StepSample, ...]:
         return tuple(sample for sample in self.samples if sample.window == name)
@@ -143,76 +93,74 @@ class Recording:
 
 def read_recording(folder: Path) -> Recording:
     """Return the recording in `folder`; RecordingError in one line if there is none."""
-    path = folder / RECORDING_FILE
     if not folder.exists():
         raise RecordingError(f"{folder} not found")
-    if not path.is_file():
-        raise RecordingError(f"{folder} is not a recording: it has no {RECORDING_FILE}")
-    try:
-        facts = json.loads(path.read_bytes())
-        version = facts["schema_version"]
-        status = str(facts["status"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecordingError(f"{path} is not a Stepscope recording: {error}") from None
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise RecordingError(
-            f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
-        )
     warnings: list[str] = []
-    lines, counters = (_lines(folder / name, warnings) for name in (SAMPLES_FILE, COUNTERS_FILE))
+    facts = _facts(folder / RECORDING_FILE, warnings)
+    steps = _Steps()
+    try:
+        for _ in _sound(folder / SAMPLES_FILE, steps.add, "line(s) could not be read", warnings):
+            pass
+        counters = _sound(folder / COUNTERS_FILE, _counter, "line(s) could not be read", warnings)
+        kept = tuple(islice(counters, limit("STEPS")))
+        for _ in counters:
+            warnings.append(f"{COUNTERS_FILE}: only the first {len(kept):,} samples were read")
+            break
+    except OSError as error:
+        raise RecordingError(f"{folder} cannot be read: {error.strerror or error}") from None
     return Recording(
         folder=folder,
-        status=status,
+        status=facts["status"],
         facts=facts,
-        samples=_samples(lines, warnings),
-        counters=_sound(counters, _counter, COUNTERS_FILE, "sample(s) have an invalid field", warnings),
+        samples=steps.samples(warnings),
+        counters=kept,
         compiler=_compiler(folder / COMPILE_FILE, warnings),
         warnings=tuple(warnings),
-        lead=_aside(lines, "lead"),
-        tail=_aside(lines, "tail"),
+        lead=steps.lead,
+        tail=steps.tail,
+        num_unread=steps.num_unread,
     )
 
 
-def _aside(lines: Sequence[dict[str, Any]], which: str) -> Aside | None:
-    found = [line[which] for line in lines if which in line]
+def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
     try:
-        last = found[-1]
-        times = _nanoseconds(last["host_ns"]), _nanoseconds(last.get("num_times") or {})
-        return Aside(_integer(last["start_ns"]), _integer(last["wall_ns"]), *times)
-    except (IndexError, KeyError, TypeError, AttributeError):
+        written = read_json(path)
+    except FileNotFoundError:
+        raise RecordingError(f"{path.parent} is not a recording: it has no {RECORDING_FILE}") from None
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path} is not a Stepscope recording: {getattr(error, 'strerror', error)}") from None
+    version = written.get("schema_version") if isinstance(written, dict) else None
+    if not is_count(version) or not isinstance(written.get("status"), str):
+        raise RecordingError(f"{path} is not a Stepscope recording: it has no schema version or status")
+    if version > SCHEMA_VERSION:
+        raise RecordingError(
+            f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
+        )
+    return cast(RecordingFacts, fields_that_fit(written, SCHEMA, RECORDING_FILE, warnings))
+
+
+def _aside(value: Any) -> Aside | None:
+    try:
+        times = _nanoseconds(value["host_ns"]), _nanoseconds(value.get("num_times") or {})
+        return Aside(_integer(value["start_ns"]), _integer(value["wall_ns"]), *times)
+    except (KeyError, TypeError, AttributeError):
         return None
 
 
 def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
-    if not path.exists():
-        return None
-    report = read_compile_file(path)
-    if report is None:
-        warnings.append(f"{path.name} could not be read and was skipped")
-    return report
+    return read_compile_file(path, warnings) if os.path.lexists(path) else None
 
 
-def _lines(path: Path, warnings: list[str]) -> tuple[dict[str, Any], ...]:
-    """Return the JSON objects of a lines file, without a line cut off by a kill."""
-    if not path.exists():
-        return ()
-    with path.open("rb") as stream:
-        return _sound(stream, _object, path.name, "line(s) could not be read", warnings)
-
-
-def _sound(
-    items: Iterable[Any], convert: Callable[[Any], Item], name: str, problem: str, warnings: list[str]
-) -> tuple[Item, ...]:
-    """Return the items of a file converted; a warning counts those that cannot be."""
-    found, num_bad = [], 0
-    for item in items:
+def _sound(path: Path, convert: Callable[[Any], Item], problem: str, warnings: list[str]) -> Iterator[Item]:
+    """Yield the lines of a file converted, as they are read; a warning counts those that cannot be."""
+    num_bad = 0
+    for line in lines_of(path) if os.path.lexists(path) else ():
         try:
-            found.append(convert(item))
+            yield convert(line)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             num_bad += 1
     if num_bad:
-        warnings.append(f"{name}: {num_bad} {problem} and were skipped")
-    return tuple(found)
+        warnings.append(f"{path.name}: {num_bad} {problem} and were skipped")
 
 
 def _object(text: bytes) -> dict[str, Any]:
@@ -222,31 +170,70 @@ def _object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def _samples(lines: Sequence[dict[str, Any]], warnings: list[str]) -> tuple[StepSample, ...]:
-    steps: dict[int, dict[str, Any]] = {}
-    for line in lines:
+class _Steps:
+    """The lines of samples.jsonl, merged by step as they are read."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, dict[str, Any]] = {}
+        self._most = limit("STEPS")
+        self.lead: Aside | None = None
+        self.tail: Aside | None = None
+        self.num_unread = 0
+
+    def add(self, text: bytes) -> None:
+        # A step's first line has its window; what is known later comes without it.
+        if len(self._lines) >= self._most and b'"window"' in text and b'"restart"' not in text:
+            self.num_unread += 1
+            return
+        line = _object(text)
+        step = line.get("step")
         if "restart" in line:
-            steps.clear()  # a better step source was found: earlier samples are not comparable
-        elif isinstance(line.get("joined"), int) and line["joined"] > 1:
-            _join(steps, sorted(steps)[-line["joined"] :])
-        elif isinstance(line.get("step"), int):
-            steps.setdefault(line["step"], {}).update(line)
-    ordered = (steps[index] for index in sorted(steps))
-    return _sound(ordered, _sample, SAMPLES_FILE, "step(s) have a missing or invalid field", warnings)
+            self._lines.clear()  # a better step source was found: earlier samples are not comparable
+            self.num_unread = 0
+        elif is_count(line.get("joined")) and line["joined"] > 1:
+            self._join(line["joined"])
+        elif is_count(step):
+            if step in self._lines:
+                self._lines[step].update(line)
+            elif len(self._lines) < self._most:
+                self._lines[step] = line
+        if "lead" in line:
+            self.lead = _aside(line["lead"])
+        if "tail" in line:
+            self.tail = _aside(line["tail"])
 
+    def _join(self, num: int) -> None:
+        """Replace the lines of the last steps, which turned out to be one, with a single line."""
+        if self.num_unread:
+            self.num_unread -= min(num - 1, self.num_unread)
+            return
+        indices = [*islice(reversed(self._lines), num)][::-1]
+        lines = [self._lines.pop(index) for index in indices]
+        try:
+            joined = {**lines[0], "wall_ns": sum(line["wall_ns"] for line in lines)}
+            for name in ("host_ns", "num_times"):
+                joined[name] = dict(sum((Counter(line.get(name) or {}) for line in lines), Counter()))
+            for name in ("num_tokens", "num_samples"):
+                joined[name] = max((line.get(name) or 0 for line in lines), default=0) or None
+            self._lines[indices[0]] = joined
+        except (IndexError, KeyError, TypeError, ValueError):
+            return  # damaged: without these
 
-def _join(steps: dict[int, dict[str, Any]], indices: list[int]) -> None:
-    """Replace the lines of steps that turned out to be one with a single line."""
-    lines = [steps.pop(index) for index in indices]
-    try:
-        joined = {**lines[0], "wall_ns": sum(line["wall_ns"] for line in lines)}
-        for name in ("host_ns", "num_times"):
-            joined[name] = dict(sum((Counter(line.get(name) or {}) for line in lines), Counter()))
-        for name in ("num_tokens", "num_samples"):
-            joined[name] = max((line.get(name) or 0 for line in lines), default=0) or None
-        steps[indices[0]] = joined
-    except (IndexError, KeyError, TypeError, ValueError):
-        return  # damaged: without these
+    def samples(self, warnings: list[str]) -> tuple[StepSample, ...]:
+        found, num_bad = [], 0
+        for step in sorted(self._lines):
+            try:
+                found.append(_sample(self._lines.pop(step)))
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                num_bad += 1
+        if num_bad:
+            warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) have a missing or invalid field and were skipped")
+        if self.num_unread:
+            warnings.append(
+                f"{SAMPLES_FILE}: only the first {self._most:,} steps were read, and {self.num_unread:,} more were "
+                f"counted; set STEPSCOPE_MAX_STEPS={self._most + self.num_unread} to read all"
+            )
+        return tuple(found)
 
 
 def _sample(line: dict[str, Any]) -> StepSample:
@@ -273,9 +260,9 @@ def _sample(line: dict[str, Any]) -> StepSample:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r} is not a count")
-    return value
+    if not is_count(value):
+        raise TypeError("not a count")
+    return cast(int, value)
 
 
 def _integer_or_none(value: Any) -> int | None:
@@ -286,8 +273,9 @@ def _nanoseconds(values: Any) -> dict[str, int]:
     return {str(name): _integer(value) for name, value in values.items()}
 
 
-def _counter(line: dict[str, Any]) -> CounterSample:
-    known = {name: line[name] for name in CounterSample.__dataclass_fields__ if name in line}
+def _counter(text: bytes) -> CounterSample:
+    line = _object(text)
+    known = {name: line[name] for name in CounterSample.__dataclass_fields__ if line.get(name) is not None}
     throttle = known.pop("throttle", [])
     if not all(isinstance(value, (int, float)) and abs(value) < 2**63 for value in known.values()):
         raise TypeError("a counter is not a number")

@@ -9,16 +9,16 @@ import io
 import pickle
 import pickletools
 import re
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from stepscope.errors import TraceError
+from stepscope.trace.border import limit, read_file
 
-MAX_BYTES = 2 << 30
 MAX_TEXT_BYTES = 1 << 20
-MAX_ENTRIES = 20_000_000  # segments, blocks and trace entries: a pickle can refer to one list a million times
+LEAST_ENTRY_BYTES = 16
+"""A real entry takes more of the file. A pickle can refer to one list a million times, and so need gigabytes."""
 MAX_FRAMES = 200  # frames of a stack that are examined
 _MOST_TEXT = 200
 _NUMBER_END = 2**64
@@ -64,19 +64,11 @@ class Snapshot(NamedTuple):
 def read_snapshot(path: Path) -> Snapshot:
     """Return the snapshot in a file; TraceError in one line if it is invalid or contains more than plain values."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise TraceError(f"{path} is not a file")
-        if status.st_size > MAX_BYTES:
-            raise TraceError(
-                f"{path} has {status.st_size >> 20:,} MiB, more than {MAX_BYTES >> 20:,}: record fewer entries "
-                "(torch.cuda.memory._record_memory_history(max_entries=100000))"
-            )
-        data = path.read_bytes()
+        data = read_file(path, "SNAPSHOT_MIB")
+        most = min(limit("SNAPSHOT_ENTRIES"), 1000 + len(data) // LEAST_ENTRY_BYTES)
+        return _Reading(most).snapshot(plain_values(data))
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
-    try:
-        return _Reading().snapshot(plain_values(data))
     except ValueError as error:
         raise TraceError(f"{path} is not a memory snapshot: {error}") from None
 
@@ -151,10 +143,13 @@ def _plain_opcodes(num_bytes: int) -> re.Pattern[bytes]:
 class _Reading:
     """One pass over the unpickled values, which may be anything plain."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_entries: int) -> None:
         self._num_entries = 0
+        self._most_entries = most_entries
         self._texts: dict[int, str] = {}
         """By frame identity: many entries share one."""
+        self._callers: dict[int, str | None] = {}
+        """By identity of the list of frames."""
 
     def snapshot(self, root: Any) -> Snapshot:
         if isinstance(root, list):  # torch.cuda.memory_snapshot() returns only the segments
@@ -195,8 +190,8 @@ class _Reading:
             raise ValueError(f"{what} is not a list")
         for value in values:
             self._num_entries += 1
-            if self._num_entries > MAX_ENTRIES:
-                raise ValueError(f"it has more than {MAX_ENTRIES:,} entries")
+            if self._num_entries > self._most_entries:
+                raise ValueError(f"it has more than {self._most_entries:,} entries, too many for its size")
             if not isinstance(value, kind):
                 raise ValueError(f"{what} contains something that is not a {kind.__name__}")
             yield value
@@ -204,8 +199,13 @@ class _Reading:
     def _caller(self, holder: dict[str, Any]) -> str | None:
         """Return the innermost frame of the user's code, else of Python; None without frames."""
         frames = holder.get("frames")
+        if id(frames) not in self._callers:
+            self._callers[id(frames)] = self._caller_of(frames[:MAX_FRAMES] if isinstance(frames, list) else ())
+        return self._callers[id(frames)]
+
+    def _caller_of(self, frames: Sequence[Any]) -> str | None:
         innermost = None
-        for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
+        for frame in frames:
             name = frame.get("filename") if isinstance(frame, dict) else None
             if not isinstance(name, str) or not (name.endswith(".py") or name.startswith("<")):
                 continue  # C++ frames

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import TraceError
+from stepscope.trace.border import open_file
 from stepscope.trace.fields import Fields
 from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, try_event
 
@@ -41,12 +41,8 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # opening a pipe could block forever, and a device never ends
-                kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-                raise TraceError(f"{path} is {kind}, not a trace file")
-            self.num_bytes = status.st_size
-            self._file = path.open("rb")
+            self._file = open_file(path)
+            self.num_bytes = os.fstat(self._file.fileno()).st_size
         except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
             raise TraceError(f"{path}: {_plain(error)}") from None
         self.is_compressed = self._read_file(2) == b"\x1f\x8b"

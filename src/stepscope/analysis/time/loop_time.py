@@ -150,7 +150,8 @@ def _at_mean_work(samples: Sequence[StepSample], times: Sequence[int]) -> Sequen
     work = [sample.num_tokens or sample.num_samples or 0 for sample in samples]
     if not all(work):
         return times
-    return [ns * fmean(work) / num for ns, num in zip(times, work)]
+    mean = fmean(work)
+    return [ns * mean / num for ns, num in zip(times, work)]
 
 
 def _drained(samples: Sequence[StepSample], num_first: int) -> Sequence[StepSample]:
@@ -278,9 +279,10 @@ def _usual(times: Sequence[int]) -> tuple[int, int]:
 
 
 def _add(times: Mapping[str, int], num_times: Mapping[str, int], ns: Counter[str], num: Counter[str]) -> None:
-    for kind, row in BETWEEN.items():
-        ns[row] += times.get(kind, 0)
-        num[row] += num_times.get(kind, 0)
+    for counted, into in ((times, ns), (num_times, num)):
+        for kind, value in counted.items():
+            if kind in BETWEEN:
+                into[BETWEEN[kind]] += value
     ns[DATA] += times.get("data", 0)
 
 

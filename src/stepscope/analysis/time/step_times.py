@@ -101,13 +101,13 @@ def _period(outliers: set[int], steps: set[int]) -> tuple[int | None, set[int]]:
         if not 2 <= period <= (max(steps) - min(steps)) // 2:
             continue
         num_possible = period * (period + 1) / 2  # every shorter period could have been found instead
-        for rest, _ in Counter(step % period for step in outliers).most_common(_MOST_TRIED):
-            members = {step for step in steps if step % period == rest}
-            if len(members) < 2 or not members <= outliers:
+        num_of_rest = Counter(step % period for step in steps)
+        for rest, num_slow in Counter(step % period for step in outliers).most_common(_MOST_TRIED):
+            if num_slow < 2 or num_slow < num_of_rest[rest]:
                 continue
-            rate = (len(outliers - members) + 1) / len(steps)
-            if num_possible * rate ** len(members) <= _BY_CHANCE:
-                return period, members
+            rate = (len(outliers) - num_slow + 1) / len(steps)
+            if num_possible * rate**num_slow <= _BY_CHANCE:
+                return period, {step for step in outliers if step % period == rest}
     return None, set()
 
 

@@ -167,7 +167,9 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
         mfu = utilization(flops.model_flops_by_dtype, step_ns.median, device, ceilings, "model")
         hfu = utilization(flops.hardware_flops_by_dtype, step_ns.median, device, ceilings, "executed")
     return Summary(
-        num_steps=len(recording.samples) + ((recording.facts.get("steps") or {}).get("num_earlier") or 0),
+        num_steps=len(recording.samples)
+        + recording.num_unread
+        + ((recording.facts.get("steps") or {}).get("num_earlier") or 0),
         num_clean=len(clean),
         num_compiling=len(timed) - len(clean),
         clock=("device" if on_device else "host") if clean else None,

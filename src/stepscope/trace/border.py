@@ -1,0 +1,200 @@
+"""The border for data: regular files only, limits with names, and values checked against a schema once.
+
+Everything that a reader lets through has the types and ranges that analyses rely on. Needs only the standard library.
+"""
+
+import errno
+import gzip
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LIMITS = {
+    "FILE_MIB": 512,  # of JSON in one file, decompressed; a trace is streamed and has no such limit
+    "LINES_MIB": 4096,  # of a file of lines, such as samples.jsonl
+    "LINE_MIB": 4,
+    "STEPS": 100_000,  # steps read in full: as many as a recording has lines. Later ones are counted.
+    "SNAPSHOT_MIB": 2048,
+    "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries
+    "NAME": 4096,  # characters of a name in a trace
+    "DEVICES": 1024,  # GPUs in one trace
+    "DEPTH": 500,  # modules inside modules
+}
+"""The most that is read. An environment variable raises each: STEPSCOPE_MAX_STEPS=1000000."""
+COUNT_END = 2**63
+
+
+def limit(name: str) -> int:
+    """Return a limit: its default, or the environment's STEPSCOPE_MAX_<NAME> if that is a positive integer."""
+    text = os.environ.get(f"STEPSCOPE_MAX_{name}", "")
+    return int(text) if text.isascii() and text.isdigit() and int(text) else LIMITS[name]
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Return a regular file, opened; OSError for anything else, since a pipe blocks and a device never ends."""
+    _refuse_other_kinds(path.stat())
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _refuse_other_kinds(os.fstat(descriptor))  # again: it may have been replaced
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def _refuse_other_kinds(status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+
+
+def read_file(path: Path, name: str = "FILE_MIB") -> bytes:
+    """Return a file's bytes, decompressed if it is gzip; OSError or ValueError that says what is wrong with it."""
+    most = limit(name) << 20
+    parts, rest = [], most + 1
+    with open_file(path) as stream:
+        is_compressed = stream.read(2) == b"\x1f\x8b"
+        stream.seek(0)
+        source: Any = gzip.GzipFile(fileobj=stream) if is_compressed else stream
+        try:
+            while rest > 0 and (part := source.read(min(rest, 1 << 20))):
+                parts.append(part)
+                rest -= len(part)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"it is damaged ({error})") from None
+    if rest <= 0:
+        raise ValueError(f"it has more than {most >> 20:,} MiB: set STEPSCOPE_MAX_{name} to read more")
+    return b"".join(parts)
+
+
+def read_json(path: Path) -> Any:
+    """Return a JSON file's value; OSError or ValueError that says what is wrong with it."""
+    data = read_file(path)
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without its end beyond the limits; a line that is too long is empty."""
+    longest, rest = limit("LINE_MIB") << 20, limit("LINES_MIB") << 20
+    with open_file(path) as stream:
+        while rest > 0 and (line := stream.readline(longest)):
+            rest -= len(line)
+            is_whole = line.endswith(b"\n") or len(line) < longest
+            yield line if is_whole else b"\n"
+            while not is_whole and (more := stream.readline(longest)):
+                rest -= len(more)
+                is_whole = more.endswith(b"\n") or rest <= 0
+
+
+# -- schemas ------------------------------------------------------------------------------------------------------
+# A schema is one of the names below; [schema] for a list, (schema,) for one that is not empty; or an object as a dict
+# of field to schema, where `name?` may be absent or null and `*` stands for every other field.
+
+COUNT, NUMBER, INTEGER, TEXT, FLAG = "a count", "a number", "an integer", "a text", "true or false"
+TIME = "a time in nanoseconds"  # more than none
+SCALAR = "a text, a number, true, false or null"
+PLAIN = "plain"  # anything that can be shown and written again
+_DEEPEST = 40
+
+
+class NotOfSchema(ValueError):
+    """A value that does not fit; the message names it."""
+
+
+def check(value: Any, schema: Any, where: str = "") -> None:
+    """Raise NotOfSchema that names the first value that does not fit.
+
+    >>> check({"steps": [{"num": 1}, {"num": -1}]}, {"steps": [{"num": COUNT}]})
+    Traceback (most recent call last):
+    stepscope.trace.border.NotOfSchema: steps[1].num is not a count
+    """
+    if isinstance(schema, str):
+        if not _FITS[schema](value):
+            raise NotOfSchema(f"{where or 'it'} is not {schema}")
+    elif isinstance(schema, (list, tuple)):
+        if not isinstance(value, list) or (isinstance(schema, tuple) and not value):
+            raise NotOfSchema(f"{where or 'it'} is not a list" + ", or it is empty" * isinstance(schema, tuple))
+        for index, each in enumerate(value):
+            check(each, schema[0], f"{where}[{index}]")
+    else:
+        if not isinstance(value, dict):
+            raise NotOfSchema(f"{where or 'it'} is not an object")
+        before = f"{where}." if where else ""
+        for name, inner in schema.items():
+            found = value.get(name.rstrip("?"))
+            if name != "*" and not (found is None and name.endswith("?")):
+                check(found, inner, before + name.rstrip("?"))
+        if "*" in schema:
+            for name, found in value.items():
+                if name not in schema and f"{name}?" not in schema:
+                    check(found, schema["*"], before + name[:80])
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < COUNT_END
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that arithmetic does not overflow with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e100 < value < 1e100
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < COUNT_END
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not (_SURROGATE.search(value) if not value.isascii() else None)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which cannot be encoded
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether a value can be shown and written again: finite, encodable, not nested deeply."""
+    if isinstance(value, dict):
+        return depth < _DEEPEST and all(_is_text(name) and _is_plain(each, depth + 1) for name, each in value.items())
+    if isinstance(value, list):
+        return depth < _DEEPEST and all(_is_plain(each, depth + 1) for each in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool) or _is_integer(value) or _is_text(value)
+
+
+_FITS = {
+    COUNT: is_count,
+    NUMBER: _is_number,
+    INTEGER: _is_integer,
+    TEXT: _is_text,
+    FLAG: lambda value: isinstance(value, bool),
+    TIME: lambda value: _is_number(value) and 0 < value < COUNT_END,
+    SCALAR: lambda value: not isinstance(value, (list, dict)) and _is_plain(value),
+    PLAIN: _is_plain,
+}
+
+
+def fields_that_fit(
+    values: Mapping[str, Any], schema: Mapping[str, Any], name: str, warnings: list[str]
+) -> dict[str, Any]:
+    """Return the fields of a file that fit their schema, unknown ones if plain; a warning names each other."""
+    found = {}
+    for field, value in values.items():
+        try:
+            check(field, TEXT, "a field's name")
+            if value is not None:
+                check(value, schema.get(field, PLAIN), field[:80])
+        except NotOfSchema as error:
+            warnings.append(f"{name}: {error}, so {field[:80]!a} was left out")
+        else:
+            found[field] = value
+    return found
