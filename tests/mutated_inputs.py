@@ -364,6 +364,8 @@ def _broken(verb: str, code: int, out: str, err: str) -> str | None:
         return f"exit code {code}"
     if "Traceback" in err:
         return err
+    if "check failed (" in out:
+        return out[out.index("check failed (") :][:300]
     if code == 2 and len(err.strip().splitlines()) != 1:
         return f"{len(err.strip().splitlines())} lines on stderr: {err[:500]}"
     if code == 0 and "--json" in verb:

@@ -316,8 +316,9 @@ class _Places:
                 yield pid, "0", "process_sort_index", {"sort_index": len(seen)}
             yield pid, tid, "thread_name", {"name": row["thread_name"] or f"thread {row['tid']}"}
             yield pid, tid, "thread_sort_index", {"sort_index": row["thread"]}
+        used = {device for device, *_ in self._tids}
         for number, (device, pid) in enumerate(self._pids.items()):
-            if any(key[0] == device for key in self._tids):
+            if device in used:
                 name = "GPU not named" if device is None else f"GPU {device}"
                 yield pid, "0", "process_name", {"name": name}
                 yield pid, "0", "process_labels", {"labels": name}

@@ -23,8 +23,7 @@ LIMITS = {
     "SNAPSHOT_MIB": 2048,
     "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries
     "NAME": 4096,  # characters of a name in a trace
-    "DEVICES": 1024,  # GPUs in one trace
-    "DEPTH": 500,  # modules inside modules
+    "DEVICES": 64,  # GPUs of one trace that are accounted for one by one: those with most events
 }
 """The most that is read. An environment variable raises each: STEPSCOPE_MAX_STEPS=1000000."""
 COUNT_END = 2**63

@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from stepscope.trace.events import Event
 from stepscope.trace.tables import CATEGORIES, COLLECTIVES, HOST, MEMORY, TABLES, THREADS, Table
-from stepscope.trace.values import categories, floats, id_text, integers, json_texts, texts, times
+from stepscope.trace.values import categories, floats, id_text, integers, json_texts, names, texts, times
 
 LONGEST_NS = 2**53  # longer events (104 days) come from a broken clock
 LATEST_NS = 2**62  # so do events that start later than this, or as long before zero: their end must fit into a column
@@ -206,7 +206,7 @@ class _Piece:
         """Return the columns present; events with invalid times go to `bad`."""
         columns = {"event": pl.Series(self._positions, dtype=pl.UInt32)}
         if self._name:
-            columns["name"] = _gather([name or None for name in self._names], self._name)
+            columns["name"] = _gather(names(self._names), self._name)
         if self._thread:
             columns["thread"] = pl.Series(self._thread, dtype=pl.UInt32)
         if self._start:

@@ -24,6 +24,13 @@ SCHEMA: dict[str, Any] = {
         ("start_allocated_bytes?", "peak_allocated_bytes?", "peak_reserved_bytes?", "num_retries?"), COUNT
     ),
 }  # fmt: skip
+_ABSENT = {
+    name: {field.rstrip("?"): None for field in schema[0] if field.endswith("?")}
+    for name, schema in (
+        (name, SCHEMA.get(name, SCHEMA.get(f"{name}?"))) for name in ("allocations", "saved", "left_alive")
+    )
+}
+"""Fields that an entry may lack; behind the reader it has them."""
 
 
 def read_memory(path: Path) -> dict[str, Any]:
@@ -49,6 +56,8 @@ def read_memory(path: Path) -> dict[str, Any]:
                     raise NotOfSchema(f"allocations[{index}] was freed before it was allocated")
     except NotOfSchema as error:
         raise RecordingError(f"{path.name}: {error}: record it again with this Stepscope") from None
+    for name, nothing in _ABSENT.items():
+        memory[name] = [nothing | each for each in memory.get(name) or ()]
     return memory if version >= MEMORY_VERSION else _of_version_1(memory)
 
 

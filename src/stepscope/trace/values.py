@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from stepscope.trace.border import limit
+
 
 def times(joined: bytes) -> pl.Series:
     """Return comma-separated microseconds (text) as integer nanoseconds, exactly; null if not a number.
@@ -45,7 +47,13 @@ def floats(values: Sequence[Any]) -> pl.Series:
 
 
 def texts(values: Sequence[Any]) -> pl.Series:
-    return categories([None if value is None or value == "" else str(value) for value in values])
+    return categories(names([None if value is None else str(value) for value in values]))
+
+
+def names(different: Iterable[str | None]) -> list[str | None]:
+    """Return names, none longer than the limit: searching them for patterns takes time for each place."""
+    most = limit("NAME")
+    return [(each if len(each) <= most else f"{each[:most]}…") if each else None for each in different]
 
 
 def categories(different: list[str | None]) -> pl.Series:

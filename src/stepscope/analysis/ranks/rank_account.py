@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from stepscope.analysis.time.syncs import syncs, syncs_summary
 from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.trace.assemble import nest
+from stepscope.trace.border import limit
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import Trace
 
@@ -125,7 +126,7 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
         roofline_summary=roofline_summary(done["roofline"]),
         unlinked=linked.unlinked,
         counts=trace.counts,
-        warnings=(*trace.warnings, *(_problem(problem) for problem in trace.problems)),
+        warnings=(*trace.warnings, *map(_problem, trace.problems), *_too_many_devices(device)),
         **done,
     )
 
@@ -149,9 +150,16 @@ def _problem(problem: Problem) -> str:
 
 
 def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:
-    """Return the account of each device; empty if there is only one."""
-    indices = sorted(device["device"].drop_nulls().unique())
-    return {i: gpu_time(device.filter(pl.col("device") == i)) for i in indices if len(indices) > 1}
+    """Return the account of each device, of too many those with most events; empty if there is only one."""
+    counts = device["device"].drop_nulls().value_counts().sort("count", "device", descending=[True, False])
+    chosen = counts["device"].head(limit("DEVICES")).sort()
+    return {i: gpu_time(device.filter(pl.col("device") == i)) for i in chosen if counts.height > 1}
+
+
+def _too_many_devices(device: pl.DataFrame) -> Iterator[str]:
+    num, most = device["device"].drop_nulls().n_unique(), limit("DEVICES")
+    if num > most:
+        yield f"of {num:,} GPUs, only {most} are listed one by one: set STEPSCOPE_MAX_DEVICES to list more"
 
 
 def device_name(linked: Linked) -> str | None:

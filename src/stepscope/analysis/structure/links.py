@@ -12,6 +12,8 @@ from stepscope.analysis.structure.steps import LABELS, Steps, at_times, find_ste
 from stepscope.analysis.time.gpu_time import with_activity
 from stepscope.trace.tables import Trace
 
+MOST_THREADS = 64  # on which one sequence number is looked for: real ones occur on one or two
+
 
 @dataclass(frozen=True)
 class Share:
@@ -79,8 +81,8 @@ def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     ops = host.select("external_id", pl.col("row").alias("op")).filter(
         (host["kind"] == "op") & (host["external_id"] > 0)
     )
-    found = events.join(ops, on="external_id")
-    return found.unique("row", keep="first", maintain_order=True)
+    # Ids that many ops share must not multiply rows.
+    return events.join(ops.unique("external_id", keep="first", maintain_order=True), on="external_id")
 
 
 def _forwards(host: pl.DataFrame) -> pl.Series:
@@ -95,6 +97,7 @@ def _forwards(host: pl.DataFrame) -> pl.Series:
         .group_by("sequence", "thread")
         .agg(pl.col("row").max().alias("forward"))
     )
+    ahead = ahead.filter(pl.col("thread").rank("ordinal").over("sequence") <= MOST_THREADS)
     pairs = back.join(ahead, on="sequence")
     # Autograd numbers threads differently than the system: use the thread with most matches.
     votes = (
@@ -116,9 +119,9 @@ def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
     ).filter(host["kind"].is_in(["runtime", "driver"]) & (host["correlation"] > 0))
     end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
     ordered = device.sort("start_ns", "event").with_columns(end).with_row_index("row")
+    if calls["correlation"].n_unique() < calls.height:
+        calls = calls.sort("launch_start_ns").unique("correlation", keep="first", maintain_order=True)
     linked = ordered.join(calls, on="correlation", how="left", maintain_order="left")
-    if linked.height > ordered.height:
-        linked = linked.sort("row", "launch_start_ns").unique("row", keep="first", maintain_order=True)
     op = host["op"].gather(linked["launch"])
     named = _by_external_id(host, linked.filter(op.is_null()).select("row", "external_id"))
     op = op.scatter(named["row"], named["op"])

@@ -38,8 +38,8 @@ def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
     threads = host.select(pl.col("event").alias("call"), "thread")
     found = found.with_row_index("gap").join(threads, on="call", how="left", maintain_order="left")
     found = found.with_columns(pl.col("thread").fill_null(pl.lit(linked.steps.main_thread, host.schema["thread"])))
-    known = found.filter(pl.col("thread").is_not_null())
-    pieces = by_host(linked, known)
+    found = found.filter(pl.col("thread").is_not_null())  # a trace of GPU work alone shows no host
+    pieces = by_host(linked, found)
     kinds = (
         pieces.group_by("gap", "cause")
         .agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))

@@ -3,6 +3,7 @@
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, attention_ns, gemm_ns, traffic_ns
+from stepscope.analysis.costs.op_costs import parsed_list
 from stepscope.analysis.precision.casts import repeated
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.findings.rules.matrix_products import gemm_calls
@@ -158,9 +159,11 @@ def needless_copies(case: Case) -> list[Finding]:
 
 def _round_trips(casts: pl.DataFrame) -> pl.DataFrame:
     """Return casts that are undone: as many of one shape to a dtype as from it, in one phase of a step."""
-    pair = pl.col("dtypes").cast(pl.String).str.json_decode(pl.List(pl.String))
-    casts = casts.filter(pl.col("dtypes").is_not_null()).with_columns(
-        pair.list.get(0, null_on_oob=True).alias("to"), pair.list.get(1, null_on_oob=True).alias("from")
+    texts = casts["dtypes"].cast(pl.String).to_list()
+    pairs = {text: [each for each in parsed_list(text) or () if isinstance(each, str)][:2] for text in set(texts)}
+    casts = casts.with_columns(
+        pl.Series(name, [pairs[text][place] if len(pairs[text]) == 2 else None for text in texts], dtype=pl.String)
+        for place, name in enumerate(("to", "from"))
     )
     casts = casts.filter(pl.col("to") != pl.col("from")).with_columns(
         pl.min_horizontal("to", "from").alias("low"), pl.max_horizontal("to", "from").alias("high")
