@@ -15,6 +15,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.structure.nesting import ancestor, matches
+from stepscope.trace.border import limit
 from stepscope.trace.compile_file import entries
 
 MODULE_PREFIX = "stepscope.module/"  # prefix of module names, written by `recorder/trace_window.py`
@@ -43,10 +44,16 @@ def find_modules(host: pl.DataFrame) -> Modules:
         if calls.is_empty():
             continue
         named = calls.select("row", pl.col("name").cast(pl.String).str.strip_prefix(prefix).alias("module"))
-        if source == "stacks":
-            named = _paths(host, named)
+        named = _paths(host, named) if source == "stacks" else _not_too_deep(named)
         return Modules(source, named.cast({"module": pl.Categorical()}))
     return Modules("none", pl.DataFrame(schema={"row": pl.UInt32(), "module": pl.Categorical()}))
+
+
+def _not_too_deep(calls: pl.DataFrame) -> pl.DataFrame:
+    deepest = limit("DEPTH")
+    if not (calls["module"].str.count_matches(".", literal=True) >= deepest).any():
+        return calls
+    return calls.with_columns(pl.Series("module", [".".join(name.split(".")[:deepest]) for name in calls["module"]]))
 
 
 def _paths(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -54,8 +61,11 @@ def _paths(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     above = ancestor(host, host["row"].is_in(calls["row"].implode()))
     around = above.gather(host["parent"].gather(calls["row"]))
     paths: dict[int, str] = {}
+    deepest, longest = limit("DEPTH"), limit("NAME")
     for row, name, outer in zip(calls["row"], calls["module"], around):  # parents have lower rows, so they come first
-        paths[row] = f"{paths[outer]}.{name}" if outer is not None else name
+        path = f"{paths[outer]}.{name}" if outer is not None else name
+        is_too_deep = path.count(".") >= deepest or len(path) > longest
+        paths[row] = (name[:80] if outer is None else paths[outer]) if is_too_deep else path
     return pl.DataFrame({"row": calls["row"], "module": [paths[row] for row in calls["row"]]})
 
 
