@@ -77,14 +77,16 @@ _MEMORY_VERBS = ["show {}", "show {} --json", "analyze {} --memory --json", "ana
                  "analyze {} {base} --memory", "report {} -o {out}.html"]  # fmt: skip
 VERBS = {
     "trace": _TRACE_VERBS,
-    "ranks": [verb for verb in _TRACE_VERBS if "{base}" not in verb],
+    "ranks": ["show {}", "analyze {} --no-cache --json", "diagnose {} --no-cache --json",
+              "report {} --no-cache -o {out}.html", "export {} perfetto --no-cache -o {out}.json", "sql {} --no-cache"],
     "recording": _TRACE_VERBS,
-    "memory": 3 * _MEMORY_VERBS,
-    "snapshot": 4 * _MEMORY_VERBS,
-    "sweep": 3 * ["show {}", "show {} --json", "report {} -o {out}.html", "report {} -o {out}.md",
+    "memory": 10 * _MEMORY_VERBS,
+    "snapshot": 10 * _MEMORY_VERBS,
+    "sweep": 8 * ["show {}", "show {} --json", "report {} -o {out}.html", "report {} -o {out}.md",
                   "report {} -o {out}.json", "compare {} {base}", "compare {base} {} --json",
                   "compare {} {base} --markdown"],
 }  # fmt: skip
+# Traces and recordings take a second where the others take milliseconds: those come more often.
 PAIRS = [(kind, verb) for kind, verbs in VERBS.items() for verb in verbs]
 
 
