@@ -78,7 +78,8 @@ _MEMORY_VERBS = ["show {}", "show {} --json", "analyze {} --memory --json", "ana
 VERBS = {
     "trace": _TRACE_VERBS,
     "ranks": ["show {}", "analyze {} --no-cache --json", "diagnose {} --no-cache --json",
-              "report {} --no-cache -o {out}.html", "export {} perfetto --no-cache -o {out}.json", "sql {} --no-cache"],
+              "report {} --no-cache -o {out}.html", "export {} perfetto --no-cache -o {out}.json",
+              "sql {} --no-cache"],
     "recording": _TRACE_VERBS,
     "memory": 10 * _MEMORY_VERBS,
     "snapshot": 10 * _MEMORY_VERBS,

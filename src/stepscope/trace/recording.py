@@ -136,7 +136,12 @@ def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
         raise RecordingError(
             f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
         )
-    return cast(RecordingFacts, fields_that_fit(written, SCHEMA, RECORDING_FILE, warnings))
+    found = fields_that_fit(written, SCHEMA, RECORDING_FILE, warnings)
+    trace = found.get("trace") or {}
+    if trace.get("num_kernels") and not (trace.get("num_steps") and "gpu_busy_ns_by_phase" in trace):
+        warnings.append(f"{RECORDING_FILE}: trace has kernels but no steps or busy times, so it was left out")
+        del found["trace"]
+    return cast(RecordingFacts, found)
 
 
 def _aside(value: Any) -> Aside | None:
