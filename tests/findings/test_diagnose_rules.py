@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from polars.exceptions import PanicException
 from recorded_cases import recorded
 
 import stepscope.findings
@@ -17,6 +19,8 @@ from stepscope.document.findings import diagnosis_document
 from stepscope.errors import UsageError
 from stepscope.findings.diagnose import Diagnosis, Unchecked, all_rules, diagnose
 from stepscope.findings.finding import Evidence, Finding, saving_texts
+from stepscope.findings.rule import RULES as REGISTERED
+from stepscope.render.page.page import page_of
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
 from stepscope.session.case import Case
@@ -183,3 +187,48 @@ def test_a_damaged_field_of_a_recording_is_left_out_and_said(tmp_path, facts):
     (name,) = facts
     assert any(warning.startswith(f"recording.json: {name}") for warning in found.warnings)
     assert not [one for one in found.unchecked if "check failed" in one.reason]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> tuple[Case, Diagnosis]:
+    trace = TraceBuilder().step(1, 0, 400)
+    trace.op("aten::mm", 0, 20, id=1).launch("gemm", 5, runs=(30, 100), id=1)
+    case = case_of(trace, tmp_path_factory.mktemp("healthy"))
+    return case, diagnose(case)
+
+
+ERRORS = cycle([KeyError("x"), RecursionError("too deep"), PanicException("x")])
+
+
+@pytest.mark.parametrize(("name", "error"), list(zip(RULES, ERRORS)))
+def test_a_rule_that_fails_costs_only_itself(name, error, healthy, monkeypatch):
+    case, whole = healthy
+
+    def fails(_: Case) -> list[Finding]:
+        """Does it fail?"""
+        raise error
+
+    monkeypatch.setitem(REGISTERED, name, fails)
+    found = diagnose(case)
+
+    (failed,) = [one for one in found.unchecked if one.id == name]
+    assert failed.reason.startswith(f"This check failed ({type(error).__name__}")
+    assert [one for one in found.unchecked if one.id != name] == [one for one in whole.unchecked if one.id != name]
+    assert found.clean == tuple(id for id in whole.clean if id != name)
+    assert [one for one in found.findings if one.id != name] == [one for one in whole.findings if one.id != name]
+
+
+def test_a_failed_rule_and_its_error_are_told_everywhere(healthy, monkeypatch):
+    def fails(_: Case) -> list[Finding]:
+        """Does it fail?"""
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setitem(REGISTERED, "launch_bound", fails)
+    case, whole = healthy
+    found = diagnose(case)
+    said = "This check failed (ZeroDivisionError: division by zero)"
+    document = diagnosis_document(found)
+
+    assert said in " ".join(terminal_text(document).split()) and said in page_of(document)
+    assert {"id": "launch_bound", "reason": f"{said}. The others are not affected."} in found.to_json()["unchecked"]
+    assert f"{len(whole.unchecked) + 1} could not run" in terminal_text(document)
