@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import traceback
@@ -354,7 +355,7 @@ def run_case(number: int, bases: dict[str, list[Path]], folder: Path) -> Outcome
             warnings.simplefilter("error")
             done = run_verb(*words)
             code = done.returncode
-            problem = _broken(verb, done.returncode, done.stdout, done.stderr)
+            problem = _broken(verb, done.returncode, done.stdout, done.stderr, folder)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -362,13 +363,14 @@ def run_case(number: int, bases: dict[str, list[Path]], folder: Path) -> Outcome
     return Outcome(number, kind, verb, base.name, code, problem)
 
 
-def _broken(verb: str, code: int, out: str, err: str) -> str | None:
+def _broken(verb: str, code: int, out: str, err: str, folder: Path) -> str | None:
     if code not in (0, 2, 4):
         return f"exit code {code}"
     if "Traceback" in err:
         return err
-    if "check failed (" in out:
-        return out[out.index("check failed (") :][:300]
+    for text in (out, *(file.read_text() for file in folder.glob("out.*"))):
+        if found := re.search(r"This (?:check|section) failed \(.{,200}", text):
+            return found[0]
     if code == 2 and len(err.strip().splitlines()) != 1:
         return f"{len(err.strip().splitlines())} lines on stderr: {err[:500]}"
     if code == 0 and "--json" in verb:

@@ -55,17 +55,13 @@ def if_available(read: Callable[[], T]) -> T | None:
         return None
 
 
-WRONG_KIND = (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError)
-"""What reading a field of the wrong type raises, in a damaged or foreign file."""
+def failure(error: BaseException) -> str:
+    """Return an unexpected error in one line.
 
-
-def wrong_kind(error: Exception) -> str:
-    """What to say of it.
-
-    >>> wrong_kind(TypeError("no number"))
-    'a field of the wrong kind (TypeError: no number)'
+    >>> failure(KeyError("num_steps"))
+    "KeyError: 'num_steps'"
     """
-    return f"a field of the wrong kind ({type(error).__name__}: {error})"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def need_torch() -> None:

@@ -4,11 +4,13 @@ from collections.abc import Collection
 from importlib import import_module
 from pathlib import PurePath
 
+from polars.exceptions import PanicException
+
 from stepscope.document.card import Card
 from stepscope.document.model import Document, Missing, Section
 from stepscope.document.tables import mapping
 from stepscope.document.verdict import trace_verdict
-from stepscope.errors import WRONG_KIND, RecordingError, TraceError, Unavailable, wrong_kind
+from stepscope.errors import RecordingError, TraceError, Unavailable, failure
 from stepscope.findings.diagnose import diagnose
 from stepscope.formatting import safe
 from stepscope.session import Kind, Session
@@ -24,10 +26,7 @@ def report_of(session: Session, ignored: Collection[str] = ()) -> Document:
     if session.kind is Kind.SWEEP:
         from stepscope.document.sections.sweep import sweep_report
 
-        try:
-            return sweep_report(session.sweep)
-        except WRONG_KIND as error:
-            raise RecordingError(f"{session.path} has a row with {wrong_kind(error)}") from None
+        return sweep_report(session.sweep)
     # These two first: a recording that has no card is refused before any work is done.
     title, verdict = title_of(session), verdict_of(session)
     sections = tuple(section_of(session, name, ignored) for name in SECTIONS)
@@ -55,10 +54,8 @@ def section_of(session: Session, name: str, ignored: Collection[str] = ()) -> Se
         parts = build(session, diagnose(session.case, ignored)) if name == "overview" else build(session)
     except (Unavailable, RecordingError, TraceError) as reason:
         parts = (Missing(str(reason)),)
-    except WRONG_KIND as error:
-        if not session.is_recording:
-            raise
-        parts = (Missing(f"the recording has {wrong_kind(error)}"),)
+    except (Exception, PanicException) as error:  # a section that fails costs only itself
+        parts = (Missing(f"This section failed ({failure(error)}). The others are not affected."),)
     return Section(name, name.capitalize(), parts)
 
 

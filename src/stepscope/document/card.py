@@ -14,7 +14,6 @@ from stepscope.display import Shown
 from stepscope.document.card_figures import figures
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series
 from stepscope.document.verdict import verdict
-from stepscope.errors import WRONG_KIND, RecordingError, wrong_kind
 from stepscope.formatting import milliseconds, plural
 from stepscope.session import Session
 from stepscope.session.job import Processes, processes_of
@@ -47,21 +46,18 @@ class Card(Shown):
 
     @classmethod
     def of(cls, session: Session) -> Card:
-        """Return the card of a recording; RecordingError if a field of it is damaged."""
+        """Return the card of a recording."""
         recording, summary = session.recording, session.summary
-        try:
-            processes = processes_of(session)
-            summary = _of_all_ranks(summary, processes)
-            return cls(
-                recording=recording,
-                summary=summary,
-                verdict=verdict(recording, summary),
-                run=tuple(_run(recording)),
-                figures=tuple(figures(recording, summary)),
-                measurement=(*_steps(recording, summary), *_processes(processes), *_caveats(recording)),
-            )
-        except WRONG_KIND as error:
-            raise RecordingError(f"{recording.folder} holds a recording with {wrong_kind(error)}") from None
+        processes = processes_of(session)
+        summary = _of_all_ranks(summary, processes)
+        return cls(
+            recording=recording,
+            summary=summary,
+            verdict=verdict(recording, summary),
+            run=tuple(_run(recording)),
+            figures=tuple(figures(recording, summary)),
+            measurement=(*_steps(recording, summary), *_processes(processes), *_caveats(recording)),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the card as one JSON object; docs/card.md lists its fields."""

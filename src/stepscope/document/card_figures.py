@@ -179,13 +179,13 @@ def _compiler(recording: Recording) -> Iterator[Fact]:
     if not compiler:
         return
     breaks, recompiles = compiler["graph_breaks"], compiler["recompiles"]
-    yield Fact(
-        "compiler",
-        f"{plural(compiler['num_compiles'], 'compile')} in {significant(compiler['compile_seconds'])} s, "
-        f"{plural(sum(one['count'] for one in breaks), 'graph break')}, {plural(len(recompiles), 'recompile')}",
-    )
+    texts = [plural(sum(one["count"] for one in breaks), "graph break"), plural(len(recompiles), "recompile")]
+    if "num_compiles" in compiler and "compile_seconds" in compiler:
+        seconds = significant(compiler["compile_seconds"])
+        texts.insert(0, f"{plural(compiler['num_compiles'], 'compile')} in {seconds} s")
+    yield Fact("compiler", ", ".join(texts))
     for one in breaks[:MAX_NAMES]:
-        yield Fact("graph break", str(one["place"]), shortened(str(one["reason"]), _REASON_WIDTH, 1.0))
+        yield Fact("graph break", str(one.get("place")), shortened(str(one["reason"]), _REASON_WIDTH, 1.0))
     for one in recompiles[:MAX_NAMES]:
         guard = str(one["failed_guards"][0]) if one["failed_guards"] else ""
         yield Fact("recompile", str(one["frame"]), shortened(guard, _REASON_WIDTH, 1.0))

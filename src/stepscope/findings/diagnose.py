@@ -10,7 +10,7 @@ from polars.exceptions import PanicException
 
 from stepscope.analysis.time.ledger import Ledger
 from stepscope.display import Shown
-from stepscope.errors import Unavailable, UsageError, if_available
+from stepscope.errors import Unavailable, UsageError, failure, if_available
 from stepscope.findings import rules
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Finding
@@ -97,8 +97,8 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
         except (Exception, PanicException) as error:  # a rule that fails costs only itself
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            unchecked.append(Unchecked(rule.id, f"This check failed ({what}). The others are not affected."))
+            reason = f"This check failed ({failure(error)}). The others are not affected."
+            unchecked.append(Unchecked(rule.id, reason))
             continue
         findings += found
         if not found:

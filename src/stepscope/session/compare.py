@@ -10,7 +10,7 @@ from stepscope.analysis.comparison.compare import ASPECTS, NO_TRACE, Comparison,
 from stepscope.analysis.comparison.metrics import THRESHOLD_SHARE
 from stepscope.analysis.comparison.subjects import idle_ns, one_side, pair_points, point_subject, recording_subject
 from stepscope.analysis.comparison.sweeps import PointSummary, varying_axes
-from stepscope.errors import WRONG_KIND, NotComparableError, RecordingError, StepscopeError, UsageError, wrong_kind
+from stepscope.errors import NotComparableError, StepscopeError, UsageError
 from stepscope.session.session import Progress, Session, open_session
 from stepscope.trace.kind import Kind
 
@@ -109,10 +109,7 @@ def _recording(session: Session) -> Subject:
             missing["memory"] = NO_MEMORY.format(folder=session.path)
     except StepscopeError as error:
         missing["memory"] = str(error)
-    try:
-        subject = recording_subject(recording, summary, account, missing)
-    except WRONG_KIND as error:
-        raise RecordingError(f"{session.path} holds a recording with {wrong_kind(error)}") from None
+    subject = recording_subject(recording, summary, account, missing)
     rank = (recording.facts.get("environment") or {}).get("rank") or 0
     clean_ns = None if summary.step_ns is None else summary.step_ns.median
     tables, lacks = _time_tables(session, rank, clean_ns, idle_ns(summary))

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from stepscope import errors
-from stepscope.errors import WRONG_KIND, RecordingError, Unavailable, UsageError, if_available, wrong_kind
+from stepscope.errors import RecordingError, Unavailable, UsageError, if_available
 from stepscope.trace.kind import Kind, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
@@ -303,10 +303,7 @@ class Session:
         """The figures of a sweep: times, rates, MFU, and the best of what computes the same."""
         from stepscope.analysis.comparison.sweeps import sweep_of
 
-        try:
-            return sweep_of(self.sweep.rows, self.sweep.environments)
-        except WRONG_KIND as error:
-            raise RecordingError(f"{self.path} has a row with {wrong_kind(error)}") from None
+        return sweep_of(self.sweep.rows, self.sweep.environments)
 
     def _lacks(self, what: str, remedy: str) -> Unavailable:
         return Unavailable(f"{self.path} is a {self.kind.value}, not a {what}: {remedy}")

@@ -98,7 +98,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 # -- schemas ------------------------------------------------------------------------------------------------------
 # A schema is one of the names below; [schema] for a list, (schema,) for one that is not empty; or an object as a dict
-# of field to schema, where `name?` may be absent or null and `*` stands for every other field.
+# of field to schema, where `name?` may be absent, `name~` also null, and `*` stands for every other field.
 
 COUNT, NUMBER, INTEGER, TEXT, FLAG = "a count", "a number", "an integer", "a text", "true or false"
 TIME = "a time in nanoseconds"  # more than none
@@ -131,12 +131,16 @@ def check(value: Any, schema: Any, where: str = "") -> None:
             raise NotOfSchema(f"{where or 'it'} is not an object")
         before = f"{where}." if where else ""
         for name, inner in schema.items():
-            found = value.get(name.rstrip("?"))
-            if name != "*" and not (found is None and name.endswith("?")):
-                check(found, inner, before + name.rstrip("?"))
+            field = name.rstrip("?~")
+            is_left_out = (
+                field not in value if name.endswith("?") else value.get(field) is None and name.endswith("~")
+            )
+            if name != "*" and not is_left_out:
+                check(value.get(field), inner, before + field)
         if "*" in schema:
             for name, found in value.items():
-                if name not in schema and f"{name}?" not in schema:
+                if not {name, f"{name}?", f"{name}~"} & schema.keys():
+                    check(name, TEXT, f"a name in {where or 'it'}")
                     check(found, schema["*"], before + name[:80])
 
 
@@ -193,8 +197,7 @@ def fields_that_fit(
             check(field, TEXT, "a field's name")
             if value is not None:
                 check(value, schema.get(field, PLAIN), field[:80])
+                found[field] = value
         except NotOfSchema as error:
             warnings.append(f"{name}: {error}, so {field[:80]!a} was left out")
-        else:
-            found[field] = value
     return found

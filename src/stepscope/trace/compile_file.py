@@ -42,23 +42,25 @@ class CompileFacts(TypedDict, total=False):
     kernels and library ops in order, each with its module (`""` for the compiled one itself, null if unknown)."""
 
 
-_PLACED = {"reason?": TEXT, "place?": TEXT, "count?": COUNT, "runs_eagerly?": FLAG, "frame?": TEXT}
+_REASON = {"reason": TEXT, "place~": TEXT, "count": COUNT, "runs_eagerly~": FLAG, "frame~": TEXT}
 SCHEMA: dict[str, Any] = {
-    **dict.fromkeys(("num_compiles", "num_graphs"), COUNT),
+    "num_compiles": COUNT,
+    "num_graphs": COUNT,
     "compile_seconds": NUMBER,
     "seconds_by_stage": {"*": NUMBER},
     "frames": [{"frame": TEXT, "num_compiles": COUNT}],
     "regions": {"*": TEXT},
-    "graphs": [{"compile_id?": TEXT, "frame?": TEXT, "num_ops?": COUNT, "num_inputs?": COUNT, "num_guards?": COUNT}],
-    **{key: [_PLACED] for key in ("graph_breaks", "recompile_limit_hits", "cuda_graph_skips", "failures")},
-    "recompiles": [{"frame?": TEXT, "failed_guards?": [TEXT], "place?": TEXT}],
-    "dynamic_dimensions": [{"source?": TEXT, "symbol?": TEXT, "sizes?": [PLAIN], "place?": TEXT}],
+    "graphs": [{"compile_id~": TEXT, "frame~": TEXT, "num_ops~": COUNT, "num_inputs~": COUNT, "num_guards~": COUNT}],
+    "graph_breaks": [_REASON],
+    "cuda_graph_skips": [_REASON],
+    "failures": [_REASON],
+    "recompile_limit_hits": [{"frame": TEXT, "count": COUNT}],
+    "recompiles": [{"frame": TEXT, "failed_guards": [TEXT], "place~": TEXT}],
+    "dynamic_dimensions": [{"source": TEXT, "symbol": TEXT, "sizes": [PLAIN], "place~": TEXT}],
     "caches": {"*": {"*": COUNT}},
-    "cuda_graphs": {"*": COUNT},
-    "compiled_calls": [{
-        "compile_id": TEXT, "key?": TEXT, "is_backward": FLAG, "calls": [[PLAIN]],
-    }],
-}  # fmt: skip
+    "cuda_graphs": {"num_recorded": COUNT, "num_distinct_sizes": COUNT, "*": COUNT},
+    "compiled_calls": [{"compile_id~": TEXT, "key~": TEXT, "is_backward~": FLAG, "calls": [[PLAIN]]}],
+}
 """What the fields must be. One that is not is left out, as in an older recording."""
 
 
@@ -80,7 +82,8 @@ def read_compile_file(path: Path, warnings: list[str]) -> Mapping[str, Any] | No
     except (OSError, ValueError):
         warnings.append(f"{path.name} could not be read and was skipped")
         return None
-    return fields_that_fit(report, SCHEMA, path.name, warnings)
+    found = fields_that_fit(report, SCHEMA, path.name, warnings)
+    return {**{name: [] for name, schema in SCHEMA.items() if isinstance(schema, list)}, **found}
 
 
 def compile_file_of_trace(trace: Path) -> Mapping[str, Any] | None:

@@ -9,28 +9,23 @@ from stepscope.trace.border import COUNT, TEXT, NotOfSchema, check, read_json
 
 MEMORY_FILE = "memory.json.gz"
 MEMORY_VERSION = 2
-_GRAPH = {"bytes": COUNT, "num_tensors": COUNT, "module?": TEXT, "op?": TEXT, "frame?": TEXT}
+_GRAPH = {"bytes": COUNT, "num_tensors": COUNT, "module~": TEXT, "op~": TEXT, "frame~": TEXT}
 SCHEMA: dict[str, Any] = {
     "allocations": [{
-        **{"bytes": COUNT, "device": TEXT, "shape?": [COUNT]},
-        **dict.fromkeys(("dtype?", "owner?", "op?", "phase?", "module?", "caller?"), TEXT),
-        **dict.fromkeys(("born?", "died?", "born_ns?", "died_ns?"), COUNT),
+        **{"bytes": COUNT, "device": TEXT, "shape~": [COUNT]},
+        **dict.fromkeys(("dtype~", "owner~", "op~", "phase~", "module~", "caller~"), TEXT),
+        **dict.fromkeys(("born~", "died~", "born_ns~", "died_ns~"), COUNT),
     }],
-    "num_dropped?": COUNT,
-    "stages?": [{"name": TEXT, "event": COUNT}],
-    "saved?": [_GRAPH],
-    "left_alive?": [_GRAPH],
-    "allocator?": dict.fromkeys(
-        ("start_allocated_bytes?", "peak_allocated_bytes?", "peak_reserved_bytes?", "num_retries?"), COUNT
+    "num_dropped~": COUNT,
+    "stages~": [{"name": TEXT, "event": COUNT}],
+    "saved~": [_GRAPH],
+    "left_alive~": [_GRAPH],
+    "allocator~": dict.fromkeys(
+        ("start_allocated_bytes~", "peak_allocated_bytes~", "peak_reserved_bytes~", "num_retries~"), COUNT
     ),
 }  # fmt: skip
-_ABSENT = {
-    name: {field.rstrip("?"): None for field in schema[0] if field.endswith("?")}
-    for name, schema in (
-        (name, SCHEMA.get(name, SCHEMA.get(f"{name}?"))) for name in ("allocations", "saved", "left_alive")
-    )
-}
-"""Fields that an entry may lack; behind the reader it has them."""
+_ABSENT = {field.rstrip("~"): None for field in SCHEMA["allocations"][0] if field.endswith("~")}
+"""Fields that an allocation may lack; behind the reader it has them."""
 
 
 def read_memory(path: Path) -> dict[str, Any]:
@@ -56,8 +51,7 @@ def read_memory(path: Path) -> dict[str, Any]:
                     raise NotOfSchema(f"allocations[{index}] was freed before it was allocated")
     except NotOfSchema as error:
         raise RecordingError(f"{path.name}: {error}: record it again with this Stepscope") from None
-    for name, nothing in _ABSENT.items():
-        memory[name] = [nothing | each for each in memory.get(name) or ()]
+    memory["allocations"] = [_ABSENT | each for each in memory["allocations"]]
     return memory if version >= MEMORY_VERSION else _of_version_1(memory)
 
 

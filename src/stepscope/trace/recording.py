@@ -138,7 +138,7 @@ def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
         )
     found = fields_that_fit(written, SCHEMA, RECORDING_FILE, warnings)
     trace = found.get("trace") or {}
-    if trace.get("num_kernels") and not (trace.get("num_steps") and "gpu_busy_ns_by_phase" in trace):
+    if trace.get("num_kernels") and not (trace.get("num_steps") and trace.get("gpu_busy_ns_by_phase") is not None):
         warnings.append(f"{RECORDING_FILE}: trace has kernels but no steps or busy times, so it was left out")
         del found["trace"]
     return cast(RecordingFacts, found)

@@ -62,20 +62,20 @@ class RecordingFacts(TypedDict, total=False):
 
 _EACH_COUNT, _EACH_TEXT = {"*": COUNT}, {"*": TEXT}
 _TRACE_WINDOW = {
-    "file": TEXT, "bytes?": COUNT, "trimmed?": TEXT, "num_steps?": COUNT, "window_ns?": COUNT, "num_ops?": COUNT,
+    "file": TEXT, "bytes?": COUNT, "trimmed~": TEXT, "num_steps?": COUNT, "window_ns?": COUNT, "num_ops?": COUNT,
     "num_kernels?": COUNT, "num_template_kernels?": COUNT, "num_graph_launches?": COUNT, "gpu_busy_ns?": COUNT,
     "gpu_busy_ns_by_phase?": _EACH_COUNT,
 }  # fmt: skip
-_SHAPE = {"query?": [COUNT], "key?": [COUNT], "value?": [COUNT], "mask?": [COUNT]}
+_SHAPE = {"query~": [COUNT], "key~": [COUNT], "value~": [COUNT], "mask~": [COUNT]}
 SCHEMA: dict[str, Any] = {
     "schema_version": COUNT,
     "status": TEXT,
     "command": {
-        "argv?": [TEXT], "module?": FLAG, "folder?": TEXT, "exit_after?": PLAIN, "program?": TEXT, "sha256?": TEXT,
+        "argv?": [TEXT], "module~": FLAG, "folder?": TEXT, "exit_after?": PLAIN, "program?": TEXT, "sha256?": TEXT,
     },
-    "config": {"argv?": [TEXT], "windows?": _EACH_COUNT, "tokens_per_step?": COUNT, "*": PLAIN},
+    "config": {"argv?": [TEXT], "windows?": _EACH_COUNT, "tokens_per_step~": COUNT, "*": PLAIN},
     "config_hash": TEXT,
-    "git": {"revision?": TEXT, "modified?": FLAG},
+    "git": {"revision~": TEXT, "modified~": FLAG},
     "started_at": TEXT,
     "finished_at": TEXT,
     "exit_code": INTEGER,
@@ -83,12 +83,12 @@ SCHEMA: dict[str, Any] = {
     "num_child_processes": COUNT,
     "pid": COUNT,
     "environment": {
-        **dict.fromkeys(("device?", "device_name?", "torch?", "python?", "platform?", "float32_matmul?"), TEXT),
+        **dict.fromkeys(("device~", "device_name~", "torch~", "python~", "platform~", "float32_matmul~"), TEXT),
         **{"rank?": COUNT, "world_size?": COUNT, "variables?": _EACH_TEXT, "*": PLAIN},
     },
     "precision": {"*": PLAIN},
     "steps": {
-        "source?": TEXT, "num_sources?": COUNT, "num_steps?": COUNT, "num_earlier?": COUNT, "num_prefetched?": COUNT,
+        "source~": TEXT, "num_sources?": COUNT, "num_steps?": COUNT, "num_earlier?": COUNT, "num_prefetched?": COUNT,
         "num_lines_dropped?": COUNT,
     },
     "between": {"*": _EACH_COUNT},
@@ -104,18 +104,18 @@ SCHEMA: dict[str, Any] = {
         "weights": [{"num_elements": COUNT, "forward_flops": COUNT, "looked_up": FLAG, "used": FLAG}],
         "forward_activation_flops": COUNT,
         "compiled": FLAG,
-        "error?": TEXT,
+        "error~": TEXT,
         "hidden_products?": [TEXT],
     },
     "attention": [{
-        **_SHAPE, "dtype?": TEXT, "is_causal?": FLAG, "dropout?": NUMBER, "module?": TEXT, "caller?": TEXT,
-        "num_calls?": COUNT, "backend?": TEXT, "switched_off?": [TEXT], "refused?": {"*": [TEXT]},
+        **_SHAPE, "dtype~": TEXT, "is_causal~": FLAG, "dropout~": NUMBER, "module~": TEXT, "caller~": TEXT,
+        "num_calls?": COUNT, "backend~": TEXT, "switched_off?": [TEXT], "refused?": {"*": [TEXT]},
     }],
     "counters": {
-        "other_processes?": [{"pid?": COUNT, "name?": TEXT, "used_bytes?": COUNT}], "max_sm_clock_mhz?": NUMBER,
-        "power_limit_watts?": NUMBER, "default_power_limit_watts?": NUMBER,
+        "other_processes~": [{"pid~": COUNT, "name~": TEXT, "used_bytes~": COUNT}], "max_sm_clock_mhz~": NUMBER,
+        "power_limit_watts~": NUMBER, "default_power_limit_watts~": NUMBER,
     },
-    "fixes": [{"id": TEXT, "value?": TEXT, "changed": _EACH_COUNT, "left": {"*": PLAIN}, "nothing_seen?": TEXT}],
+    "fixes": [{"id": TEXT, "value~": TEXT, "changed": _EACH_COUNT, "left": {"*": PLAIN}, "nothing_seen~": TEXT}],
     "notes": [{"about": TEXT, "text": TEXT}],
 }  # fmt: skip
 """What the fields of `recording.json` must be. A field that is not is left out, as in a recording that lacks it."""

@@ -168,7 +168,9 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         ),
         stages=stages,
         activations=most_alive(mine, "activation"),
-        saved=rolled_up((each["module"], each["bytes"], each["num_tensors"]) for each in memory.get("saved") or []),
+        saved=rolled_up(
+            (each.get("module"), each["bytes"], each["num_tensors"]) for each in memory.get("saved") or []
+        ),
         largest=largest,
         largest_by_owner=by_owner,
         symbols=symbols,

@@ -89,6 +89,8 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
 def _what_differs(one: Mapping[str, int], other: Mapping[str, int]) -> str:
     if "B" not in one or "B" not in other:
         raise UsageError("Memory growth is unknown: one of the recordings has no model input.")
+    if ("S" in one) != ("S" in other):
+        raise UsageError("Memory growth is unknown: only one of the recordings has an input with a length.")
     differ = [name for name in SYMBOLS if one.get(name) != other.get(name)]
     if differ not in (["S"], ["B"]):
         what = " and ".join(f"{SYMBOLS[name]} ({one.get(name)}, {other.get(name)})" for name in differ) or "nothing"
