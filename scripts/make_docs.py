@@ -25,7 +25,7 @@ SOURCE = ROOT / "src" / "stepscope"
 
 # Page, marker on the page, source file, class.
 TABLES = [
-    ("docs/recording.md", "trace/recording.py", "RecordingFacts"),
+    ("docs/recording.md", "trace/recording_facts.py", "RecordingFacts"),
     ("docs/recording.md", "trace/recording.py", "StepSample"),
     ("docs/recording.md", "trace/recording.py", "CounterSample"),
     ("docs/recording.md", "trace/compile_file.py", "CompileFacts"),

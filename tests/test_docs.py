@@ -13,6 +13,7 @@ from torch import nn
 
 import stepscope
 from stepscope.recorder.windows import Windows
+from stepscope.trace.border import LIMITS
 from stepscope.trace.recording import RecordingFacts, StepSample
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +54,10 @@ def test_the_tests_that_the_threat_model_names_exist():
     named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", text)
 
     assert len(set(named)) > 12 and all((ROOT / name).is_file() for name in named)
+
+
+def test_every_limit_is_documented_with_its_default():
+    page = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
+    for name, most in LIMITS.items():
+        assert f"| `STEPSCOPE_MAX_{name}` | {most:,} |" in page
+    assert page.count("STEPSCOPE_MAX_") == len(LIMITS) + 1  # and where one of them needs --no-cache

@@ -97,8 +97,8 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
         except (Exception, PanicException) as error:  # a rule that fails costs only itself
-            reason = f"This check failed ({failure(error)}). The others are not affected."
-            unchecked.append(Unchecked(rule.id, reason))
+            failed = f"This check failed ({failure(error)}). The others are not affected."
+            unchecked.append(Unchecked(rule.id, failed))
             continue
         findings += found
         if not found:

@@ -11,9 +11,9 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 LIMITS = {
     "FILE_MIB": 512,  # of JSON in one file, decompressed; a trace is streamed and has no such limit
@@ -144,7 +144,7 @@ def check(value: Any, schema: Any, where: str = "") -> None:
                     check(found, schema["*"], before + name[:80])
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < COUNT_END
 
 
@@ -175,7 +175,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     return value is None or isinstance(value, bool) or _is_integer(value) or _is_text(value)
 
 
-_FITS = {
+_FITS: dict[str, Callable[[Any], bool]] = {
     COUNT: is_count,
     NUMBER: _is_number,
     INTEGER: _is_integer,

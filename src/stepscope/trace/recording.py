@@ -267,7 +267,7 @@ def _sample(line: dict[str, Any]) -> StepSample:
 def _integer(value: Any) -> int:
     if not is_count(value):
         raise TypeError("not a count")
-    return cast(int, value)
+    return value
 
 
 def _integer_or_none(value: Any) -> int | None:

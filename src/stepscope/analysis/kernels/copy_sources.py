@@ -89,7 +89,7 @@ def weight_casts(sources: pl.DataFrame, num_steps: int) -> tuple[int, int, int]:
     casts = sources.filter(pl.col("cause") == "autocast_weight", pl.col("bytes").is_not_null())
     if casts.is_empty():
         return 0, 0, 0
-    first = casts.filter(pl.col("step").is_null() | (pl.col("step") == casts["step"].min()))
+    first = casts.filter(pl.col("step").is_null() | (pl.col("step") == pl.col("step").min()))
     keys = ["module", "root_op", "shape"] if casts["module"].null_count() < casts.height else ["row"]
     once = first.unique(keys, keep="first", maintain_order=True)
     written = int(once["written_bytes"].sum())

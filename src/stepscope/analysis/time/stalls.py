@@ -63,7 +63,8 @@ def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
 
 def _opened(host: pl.DataFrame, thread: int | None, time_ns: int) -> pl.DataFrame:
     """Return the events open on a thread at a time, the outermost first."""
-    return host.filter(pl.col("thread") == thread, pl.col("start_ns") <= time_ns, pl.col("end_ns") > time_ns)
+    is_there = pl.col("thread") == pl.lit(thread, host.schema["thread"])
+    return host.filter(is_there, pl.col("start_ns") <= time_ns, pl.col("end_ns") > time_ns)
 
 
 def _is_before_forward(linked: Linked, stall: dict[str, Any]) -> bool:
