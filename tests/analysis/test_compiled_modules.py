@@ -10,6 +10,8 @@ import polars as pl
 import pytest
 
 from stepscope.analysis.structure.links import link
+from stepscope.trace.border import fields_that_fit
+from stepscope.trace.compile_file import SCHEMA
 from stepscope.trace.find import find_traces, open_ranks
 from trace_builder import AUTOGRAD, TraceBuilder
 
@@ -76,6 +78,7 @@ def test_what_inductor_tells_comes_before_the_region():
 @pytest.mark.parametrize("nonsense", [None, 3, [], {"compiled_calls": 1}, {"compiled_calls": [{"key": "fkey"}]}])
 def test_nonsense_leaves_the_region(nonsense):
     compiler = nonsense if isinstance(nonsense, dict) else {"compiled_calls": nonsense, "regions": nonsense}
+    compiler = fields_that_fit(compiler, SCHEMA, "compile.json", [])
     linked = link(replace(training().read(), compiler=compiler))
 
     assert {module for _, module in modules_of(linked)} == {"compiled region 0/0", None}

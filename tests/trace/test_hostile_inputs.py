@@ -15,6 +15,7 @@ from handmade import MS, cpu_recording, free_sample, gpu_recording, sample, writ
 from memories import a_step, write_memory
 from mutated_inputs import run_case, write_bases
 from stepscope.analysis.kernels.ops import modules
+from stepscope.analysis.memory.size_formulas import formula
 from stepscope.analysis.ranks.rank_account import gpu_time_by_device
 from stepscope.analysis.structure.links import link
 from stepscope.analysis.time.statistics import MOST_RESAMPLED, describe
@@ -205,6 +206,14 @@ def test_the_interval_of_many_samples_needs_no_resampling():
     with mock.patch("random.Random.choices", side_effect=AssertionError):
         assert describe(many) == other
     assert abs(one.ci_low - other.ci_low) < 0.02 * one.median and abs(one.ci_high - other.ci_high) < 0.02 * one.median
+
+
+def test_a_tensor_of_any_number_of_dimensions_has_its_formula_or_none():
+    symbols = {"B": 2, "S": 2, "d": 2, "H": 1, "V": 2, "ff": 2}
+    tensor = {"shape": [2] * 40, "dtype": "float32", "bytes": 4 << 40, "owner": "activation"}
+
+    with mock.patch("stepscope.analysis.memory.size_formulas._strain", side_effect=AssertionError("tried them all")):
+        assert formula(tensor, symbols) is None
 
 
 # -- sweeps -------------------------------------------------------------------------------------------------------

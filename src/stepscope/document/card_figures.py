@@ -10,6 +10,7 @@ from stepscope.document.model import Fact
 from stepscope.document.verdict import rounded
 from stepscope.formatting import count, milliseconds, percent, plural, shortened, significant, size
 from stepscope.formatting import flops as as_flops
+from stepscope.trace.compile_file import entries
 from stepscope.trace.recording import Recording
 
 MAX_NAMES = 4
@@ -178,7 +179,7 @@ def _compiler(recording: Recording) -> Iterator[Fact]:
     compiler = recording.compiler
     if not compiler:
         return
-    breaks, recompiles = compiler["graph_breaks"], compiler["recompiles"]
+    breaks, recompiles = entries(compiler, "graph_breaks"), entries(compiler, "recompiles")
     texts = [plural(sum(one["count"] for one in breaks), "graph break"), plural(len(recompiles), "recompile")]
     if "num_compiles" in compiler and "compile_seconds" in compiler:
         seconds = significant(compiler["compile_seconds"])
@@ -189,14 +190,14 @@ def _compiler(recording: Recording) -> Iterator[Fact]:
     for one in recompiles[:MAX_NAMES]:
         guard = str(one["failed_guards"][0]) if one["failed_guards"] else ""
         yield Fact("recompile", str(one["frame"]), shortened(guard, _REASON_WIDTH, 1.0))
-    for one in compiler["recompile_limit_hits"][:MAX_NAMES]:
+    for one in entries(compiler, "recompile_limit_hits")[:MAX_NAMES]:
         yield Fact("recompile limit", f"reached by {one['frame']}", "it runs eagerly from then on")
-    for one in compiler["cuda_graph_skips"][:MAX_NAMES]:
+    for one in entries(compiler, "cuda_graph_skips")[:MAX_NAMES]:
         yield Fact("CUDA graphs", "skipped", shortened(str(one["reason"]), _REASON_WIDTH, 1.0))
     if graphs := compiler.get("cuda_graphs"):
         sizes = plural(graphs["num_distinct_sizes"], "distinct size")
         yield Fact("CUDA graphs", f"{graphs['num_recorded']:,} recorded", f"at most {sizes}")
-    if left := sum(max(0, len(compiler[name]) - MAX_NAMES) for name in ("graph_breaks", "recompiles")):
+    if left := sum(max(0, len(found) - MAX_NAMES) for found in (breaks, recompiles)):
         yield Fact("compiler", f"{left} more in compile.json")
 
 

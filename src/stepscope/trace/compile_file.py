@@ -82,8 +82,7 @@ def read_compile_file(path: Path, warnings: list[str]) -> Mapping[str, Any] | No
     except (OSError, ValueError):
         warnings.append(f"{path.name} could not be read and was skipped")
         return None
-    found = fields_that_fit(report, SCHEMA, path.name, warnings)
-    return {**{name: [] for name, schema in SCHEMA.items() if isinstance(schema, list)}, **found}
+    return fields_that_fit(report, SCHEMA, path.name, warnings)
 
 
 def compile_file_of_trace(trace: Path) -> Mapping[str, Any] | None:

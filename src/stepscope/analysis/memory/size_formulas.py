@@ -19,6 +19,7 @@ SYMBOLS = {
 WEIGHTS = ("parameter", "buffer", "gradient", "optimizer_state", "autocast_weight_cast")
 """Owners whose sizes do not depend on batch and length."""
 MOST_FACTOR = 8  # the most chunks that one storage is taken to hold; smaller dimensions are kernel sizes
+MOST_CHOICES = 10_000  # of names for the dimensions of one shape: real ones have dozens
 
 _INTEGERS = ("int64", "int32", "uint8")
 _VOCABULARY = re.compile(r"emb|wte|tok|vocab|head|lm_", re.IGNORECASE)
@@ -190,12 +191,15 @@ def _named(
         else []
         for sizes, place in zip(dimensions, places)
     ]
+    if math.prod(len(each) + 1 for each in options) > MOST_CHOICES:
+        return None
     choices: dict[tuple[_Naming, ...], int] = {}
     for choice in product(*([*each, _UNNAMED] for each in options)):
         strain = _strain(Counter(name for naming in choice for name in naming.names))
         if strain is not None:
             choices[choice] = strain + sum(naming.doubt for naming in choice)
-    best = [choice for choice, doubt in choices.items() if doubt == min(choices.values())]
+    least = min(choices.values())
+    best = [choice for choice, doubt in choices.items() if doubt == least]
     products = [(math.prod(n.factor for n in each), Counter(x for n in each for x in n.names)) for each in best]
     is_sure = all(each == products[0] for each in products)
     number, factors = 1, Counter[str]()
