@@ -10,7 +10,7 @@ from stepscope.document.model import Fact
 from stepscope.document.verdict import rounded
 from stepscope.formatting import count, milliseconds, percent, plural, shortened, significant, size
 from stepscope.formatting import flops as as_flops
-from stepscope.trace.compile_file import entries
+from stepscope.trace.compile_file import count_of, entries
 from stepscope.trace.recording import Recording
 
 MAX_NAMES = 4
@@ -180,7 +180,7 @@ def _compiler(recording: Recording) -> Iterator[Fact]:
     if not compiler:
         return
     breaks, recompiles = entries(compiler, "graph_breaks"), entries(compiler, "recompiles")
-    texts = [plural(sum(one["count"] for one in breaks), "graph break"), plural(len(recompiles), "recompile")]
+    texts = [plural(sum(map(count_of, breaks)), "graph break"), plural(len(recompiles), "recompile")]
     if "num_compiles" in compiler and "compile_seconds" in compiler:
         seconds = significant(compiler["compile_seconds"])
         texts.insert(0, f"{plural(compiler['num_compiles'], 'compile')} in {seconds} s")

@@ -42,7 +42,7 @@ class CompileFacts(TypedDict, total=False):
     kernels and library ops in order, each with its module (`""` for the compiled one itself, null if unknown)."""
 
 
-_REASON = {"reason": TEXT, "place~": TEXT, "count": COUNT, "runs_eagerly~": FLAG, "frame~": TEXT}
+_REASON = {"reason": TEXT, "place~": TEXT, "count~": COUNT, "runs_eagerly~": FLAG, "frame~": TEXT}
 SCHEMA: dict[str, Any] = {
     "num_compiles": COUNT,
     "num_graphs": COUNT,
@@ -56,7 +56,7 @@ SCHEMA: dict[str, Any] = {
     "failures": [_REASON],
     "recompile_limit_hits": [{"frame": TEXT, "count": COUNT}],
     "recompiles": [{"frame": TEXT, "failed_guards": [TEXT], "place~": TEXT}],
-    "dynamic_dimensions": [{"source": TEXT, "symbol": TEXT, "sizes": [PLAIN], "place~": TEXT}],
+    "dynamic_dimensions": [{"source": TEXT, "symbol~": TEXT, "sizes~": [PLAIN], "place~": TEXT}],
     "caches": {"*": {"*": COUNT}},
     "cuda_graphs": {"num_recorded": COUNT, "num_distinct_sizes": COUNT, "*": COUNT},
     "compiled_calls": [{"compile_id~": TEXT, "key~": TEXT, "is_backward~": FLAG, "calls": [[PLAIN]]}],
