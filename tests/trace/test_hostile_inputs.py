@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -242,3 +243,24 @@ def test_damaged_inputs_of_every_kind(tmp_path):
     broken = [found for number in range(0, 1400, 14) if (found := run_case(number, bases, tmp_path / "case")).problem]
 
     assert broken == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("verb", ["diagnose {}", "report {} -o {}.html"])
+def test_a_million_steps_take_little_memory_and_mostly_reading(verb, tmp_path):
+    """Peak memory of a fresh process, and its processor time compared with a tenth of the steps."""
+    used = []
+    for num_steps in (100_000, 1_000_000):
+        folder = cpu_recording(tmp_path / str(num_steps))
+        with (folder / "samples.jsonl").open("a") as lines:
+            for step in range(12, num_steps):
+                lines.write(json.dumps(sample(step, "free")) + "\n")
+        words = verb.replace("{}", str(folder)).split()
+        code = "import sys; from stepscope.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", code, *words])
+        _, status, usage = os.wait4(pid, 0)
+        assert status == 0
+        used.append(usage)
+
+    assert used[1].ru_maxrss < 500_000  # KB
+    assert used[1].ru_utime < 3 * used[0].ru_utime
