@@ -202,7 +202,8 @@ def test_what_looks_like_an_event_inside_one_is_none(tmp_path, monkeypatch, nest
         assert trace.problems == () and trace.warnings == ()
 
 
-def test_a_large_event_is_read_and_one_beyond_all_reason_passed_over(tmp_path):
+def test_a_large_event_is_read_and_one_beyond_all_reason_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPSCOPE_MAX_NAME", str(1 << 30))
     large, absurd = "x" * (3 << 20), "y" * (21 << 20)
     text = text_of([slice_of("first"), slice_of(large), slice_of(absurd), slice_of("last", ts=11)])
     trace = read_text(tmp_path, text)
