@@ -196,7 +196,8 @@ def fields_that_fit(
         try:
             check(field, TEXT, "a field's name")
             if value is not None:
-                check(value, schema.get(field, PLAIN), field[:80])
+                check(value, schema.get(field, schema.get(f"{field}~", PLAIN)), field[:80])
+            if value is not None or f"{field}~" in schema:
                 found[field] = value
         except NotOfSchema as error:
             warnings.append(f"{name}: {error}, so {field[:80]!a} was left out")

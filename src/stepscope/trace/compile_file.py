@@ -58,7 +58,7 @@ SCHEMA: dict[str, Any] = {
     "recompiles": [{"frame": TEXT, "failed_guards": [TEXT], "place~": TEXT}],
     "dynamic_dimensions": [{"source": TEXT, "symbol~": TEXT, "sizes~": [PLAIN], "place~": TEXT}],
     "caches": {"*": {"*": COUNT}},
-    "cuda_graphs": {"num_recorded": COUNT, "num_distinct_sizes": COUNT, "*": COUNT},
+    "cuda_graphs~": {"num_recorded": COUNT, "num_distinct_sizes": COUNT, "*": COUNT},
     "compiled_calls": [{"compile_id~": TEXT, "key~": TEXT, "is_backward~": FLAG, "calls": [[PLAIN]]}],
 }
 """What the fields must be. One that is not is left out, as in an older recording."""
