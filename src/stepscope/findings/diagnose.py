@@ -119,6 +119,8 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             clean += [] if unexplained else [UNCLAIMED]
     except Unavailable as reason:
         unchecked += [] if UNCLAIMED in suppressed else [Unchecked(UNCLAIMED, str(reason))]
+    except (Exception, PanicException) as error:
+        unchecked.append(Unchecked(UNCLAIMED, _failure(error)))
     try:
         warnings = (*case.notes, *case.account.warnings)
     except Unavailable as reason:
@@ -137,6 +139,11 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         ledger=ledger,
         unclaimed_ns=unclaimed_ns,
     )
+
+
+def _failure(error: BaseException) -> str:
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"This check failed ({what}). The others are not affected."
 
 
 def _is_kept(finding: Finding, case: Case) -> bool:
