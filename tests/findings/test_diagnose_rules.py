@@ -20,6 +20,7 @@ from stepscope.errors import UsageError
 from stepscope.findings.diagnose import Diagnosis, Unchecked, all_rules, diagnose
 from stepscope.findings.finding import Evidence, Finding, saving_texts
 from stepscope.findings.rule import RULES as REGISTERED
+from stepscope.findings.unclaimed import UNCLAIMED
 from stepscope.render.page.page import page_of
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
@@ -204,18 +205,24 @@ ERRORS = cycle([KeyError("x"), RecursionError("too deep"), PanicException("x")])
 def test_a_rule_that_fails_costs_only_itself(name, error, healthy, monkeypatch):
     case, whole = healthy
 
-    def fails(_: Case) -> list[Finding]:
+    def fails(*_: object) -> list[Finding]:
         """Does it fail?"""
         raise error
 
-    monkeypatch.setitem(REGISTERED, name, fails)
+    if name == UNCLAIMED:
+        monkeypatch.setattr("stepscope.findings.diagnose.unclaimed_time", fails)
+    else:
+        monkeypatch.setitem(REGISTERED, name, fails)
     found = diagnose(case)
 
     (failed,) = [one for one in found.unchecked if one.id == name]
     assert failed.reason.startswith(f"This check failed ({type(error).__name__}")
     assert [one for one in found.unchecked if one.id != name] == [one for one in whole.unchecked if one.id != name]
     assert found.clean == tuple(id for id in whole.clean if id != name)
-    assert [one for one in found.findings if one.id != name] == [one for one in whole.findings if one.id != name]
+    others = (name, UNCLAIMED)  # what a failed rule does not claim is unclaimed
+    assert [one for one in found.findings if one.id not in others] == [
+        one for one in whole.findings if one.id not in others
+    ]
 
 
 def test_a_failed_rule_and_its_error_are_told_everywhere(healthy, monkeypatch):

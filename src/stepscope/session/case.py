@@ -24,8 +24,7 @@ from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.structure.work import with_sizes, work
 from stepscope.analysis.time.idle_causes import idle_gaps
-from stepscope.analysis.time.ledger import Facts as LedgerFacts
-from stepscope.analysis.time.ledger import Ledger, ledger
+from stepscope.analysis.time.ledger import Ledger, LedgerFacts, ledger
 from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
@@ -242,13 +241,13 @@ class Case:
         """The step split into the least time that its work needs and every loss (`analysis/time/ledger.py`)."""
         again = frozenset(self.recomputed["events"].explode().drop_nulls())
         device = if_available(lambda: self.device)
-        tables = (self.work, self.segments, self.attention, self._in_attention, again, self.idle)
-        sizes = (self.recording.facts.get("parameters") or {}).get("bytes_by_dtype") if self.has_recording else None
-        facts = LedgerFacts(*tables, device, sum(sizes.values()) * self.num_steps if sizes else None)
-        loop = self.summary.loop if self.has_recording else None
-        between_ns = sum(loop.between_ns.values()) if loop is not None else 0.0
-        mean_ns = max(self.step_ns, loop.step_ns - between_ns) if loop is not None else self.step_ns
-        return ledger(facts, self.step_ns, self.num_steps, between_ns, mean_ns - self.step_ns)
+        tables = (self.work, self.segments, self.attention, self._in_attention, again, self.idle, device)
+        if not self.has_recording:
+            return ledger(LedgerFacts(*tables), self.step_ns, self.num_steps)
+        sizes = (self.recording.facts.get("parameters") or {}).get("bytes_by_dtype") or {}
+        facts, loop = LedgerFacts(*tables, sum(sizes.values()) * self.num_steps), self.summary.loop
+        between_ns, mean_ns = (sum(loop.between_ns.values()), loop.step_ns) if loop is not None else (0.0, 0.0)
+        return ledger(facts, self.step_ns, self.num_steps, between_ns, mean_ns - between_ns - self.step_ns)
 
     @cached_property
     def casts(self) -> pl.DataFrame:

@@ -101,7 +101,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Facts:
+class LedgerFacts:
     """What a ledger is made of: tables of the typical steps."""
 
     work: pl.DataFrame
@@ -111,17 +111,19 @@ class Facts:
     recomputed: frozenset[int]
     idle: pl.DataFrame
     device: Device | None
-    parameter_bytes: int | None  # per step; a trace omits the sizes of many parameters
+    parameter_bytes: int = 0  # over all steps; a trace omits the sizes of many parameters, a recording has them
 
 
-def ledger(facts: Facts, step_ns: float, num_steps: int, between_ns: float = 0.0, slow_ns: float = 0.0) -> Ledger:
+def ledger(
+    facts: LedgerFacts, step_ns: float, num_steps: int, between_ns: float = 0.0, slow_ns: float = 0.0
+) -> Ledger:
     """Return the ledger of `num_steps` steps of `step_ns` each, with what lies between them and what some take
     longer, per step."""
     parts = dict.fromkeys(ROWS, 0)
     within, events = _work_parts(facts)
     for row, ns in within.items():
         parts[row] += ns
-    parts["between_steps"], parts["slow_steps"] = round(between_ns * num_steps), round(slow_ns * num_steps)
+    parts["between_steps"], parts["slow_steps"] = round(between_ns * num_steps), max(0, round(slow_ns * num_steps))
     left = round(step_ns * num_steps) - sum(within.values())
     if left < 0:  # the GPU worked longer in the trace than the whole step takes without it
         parts["disagreement"] = left
@@ -144,7 +146,7 @@ def _idle_parts(idle: pl.DataFrame, total_ns: int) -> dict[str, int]:
     return parts
 
 
-def _work_parts(facts: Facts) -> tuple[dict[str, int], pl.DataFrame]:
+def _work_parts(facts: LedgerFacts) -> tuple[dict[str, int], pl.DataFrame]:
     work = facts.work.with_columns(
         pl.col(pl.Categorical).cast(pl.String), pl.col("class", "activity").cast(pl.String)
     )
@@ -177,7 +179,7 @@ def _alone(work: pl.DataFrame) -> pl.DataFrame:
     return ordered.with_columns((pl.col("end_ns") - start).clip(0).alias("ns"))
 
 
-def _priced(work: pl.DataFrame, facts: Facts) -> pl.DataFrame:
+def _priced(work: pl.DataFrame, facts: LedgerFacts) -> pl.DataFrame:
     """Return each event's `row`, `ns`, and of that `least_ns` at the device's limit and `good_ns` of good kernels."""
     owner = {event: place for place, events in enumerate(facts.segments["events"]) for event in events}
     number = pl.col("event").replace_strict(owner, default=None, return_dtype=pl.Int64)
@@ -228,7 +230,7 @@ def _priced(work: pl.DataFrame, facts: Facts) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _limits(facts: Facts) -> Callable[[dict[str, Any]], tuple[float, float, bool]]:
+def _limits(facts: LedgerFacts) -> Callable[[dict[str, Any]], tuple[float, float, bool]]:
     """Return a function from a group of work to its least time, that of good kernels, and whether they are known."""
     device = facts.device
     num_keys = dict(facts.attention.select("call", "num_keys").iter_rows())
