@@ -180,6 +180,11 @@ def _or_none(fits: _Check) -> _Check:
     return lambda value: value is None or fits(value)
 
 
+def _is_run(value: Any) -> bool:
+    named = (value.get(name) for name in ("mode", "dtype")) if isinstance(value, dict) else (0,)
+    return all(name is None or _is_text(name) for name in named) and _dict_of(_is_value)(value)
+
+
 def _is_tune(value: Any) -> bool:
     """The part of a row that `tune` adds."""
     if not isinstance(value, dict) or not _is_plain(value):
@@ -193,7 +198,7 @@ _REQUIRED: dict[str, _Check] = {
     "workload": _is_text,
     "status": _is_text,
     "config": _dict_of(_is_value),
-    "run": _dict_of(_is_value),
+    "run": _is_run,
 }
 _OPTIONAL: dict[str, _Check] = {
     **dict.fromkeys(("preset", "reason", "stage", "signal", "started_at", "finished_at"), _is_text),

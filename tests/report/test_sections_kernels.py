@@ -141,7 +141,8 @@ def test_a_trace_that_is_cut_off_is_said_to_be(tmp_path):
     assert "cut off" in missing.text
 
 
-def test_names_are_as_they_were(tmp_path):
+def test_names_are_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPSCOPE_MAX_NAME", str(len(HOSTILE)))
     trace = TraceBuilder().op(HOSTILE, 0, 5).launch(HOSTILE, 1, (10, 5)).call("cudaDeviceSynchronize", 12, 10)
     every = parts(source_of(trace.launch("b", 30, (40, 5)), tmp_path))
 

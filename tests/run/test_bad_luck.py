@@ -331,7 +331,6 @@ def test_a_line_that_was_cut_off_costs_that_line(lab, runs):
         b"[1, 2]",
         b"\xff",
         b'{"schema_version": 99, "status": "finished"}',
-        b'{"schema_version": 1, "status": "finished", "environment": 7, "steps": []}',
     ],
 )
 def test_a_damaged_recording_is_one_line(script, content):
@@ -339,6 +338,15 @@ def test_a_damaged_recording_is_one_line(script, content):
     folder.mkdir(exist_ok=True)
     (folder / "recording.json").write_bytes(content)
     assert "damaged" in script.stepscope("show", "damaged").error_line()
+
+
+def test_damaged_fields_are_not_taken_for_a_run_without_steps(lab):
+    script = lab.script()
+    content = '{"schema_version": 1, "status": "finished", "environment": 7, "steps": []}'
+    (script.folder / "recording.json").write_text(content)
+    shown = script.stepscope("show", ".")
+    assert "recording.json is damaged" in shown.stdout and "environment" in shown.stdout
+    assert "never imported torch" not in shown.stdout
 
 
 def test_a_damaged_side_file_costs_its_lines(lab):

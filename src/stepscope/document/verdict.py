@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED
 from stepscope.analysis.time.summary import Summary
 from stepscope.formatting import duration, milliseconds, percent, plural, significant
-from stepscope.trace.recording import Recording
+from stepscope.trace.recording import RECORDING_FILE, Recording
 
 if TYPE_CHECKING:
     from stepscope.analysis.ranks.rank_account import RankAccount
@@ -96,6 +96,8 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
             f"The step time is unknown: {seen} recorded, all within the {windows.get('warmup')} warm-up steps. "
             "Run longer, or lower --warmup."
         )
+    if any(warning.startswith(RECORDING_FILE) for warning in recording.warnings):
+        return f"The step time is unknown: {RECORDING_FILE} is damaged (see the warnings)."
     if not recording.facts.get("environment"):
         return "Nothing was measured: the script never imported torch."
     if num_children := recording.facts.get("num_child_processes") or 0:

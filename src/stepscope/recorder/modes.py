@@ -33,6 +33,11 @@ def unseen(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             _push_mode(mode)
 
 
+def has_dispatch_modes() -> bool:
+    """Return whether the script's ops go through a dispatch mode, also one that is taken off just now."""
+    return num_dispatch_modes() > 0 or any(_taken_off)
+
+
 def enter_below(mode: Any) -> None:
     """Let a dispatch mode of ours see every op, after all modes of the script."""
     if _taken_off:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stepscope.recorder.modes import has_dispatch_modes
 
 MAX_NODES = 200_000
 MAX_WATCHED = 64
@@ -64,7 +66,7 @@ class UpdateWatch:
         self._state, self._gradients = self._counters(), self._gradient_counters()
         self._probed = []
         # Below a dispatch mode, which the memory window is, torch._foreach_add_ changes no counter.
-        if (not self._counters_show or _get_current_dispatch_mode() is not None) and not self._relies_on_gradients():
+        if (not self._counters_show or has_dispatch_modes()) and not self._relies_on_gradients():
             # Not subclasses: comparing sharded tensors would communicate.
             plain = (torch.Tensor, nn.Parameter)
             alive = [leaf for leaf in (one() for one in self._watched) if leaf is not None and type(leaf) in plain]

@@ -62,7 +62,7 @@ class RecordingFacts(TypedDict, total=False):
 
 _EACH_COUNT, _EACH_TEXT = {"*": COUNT}, {"*": TEXT}
 _TRACE_WINDOW = {
-    "file": TEXT, "bytes?": COUNT, "trimmed~": TEXT, "num_steps?": COUNT, "window_ns?": COUNT, "num_ops?": COUNT,
+    "file?": TEXT, "bytes?": COUNT, "trimmed~": TEXT, "num_steps?": COUNT, "window_ns?": COUNT, "num_ops?": COUNT,
     "num_kernels?": COUNT, "num_template_kernels?": COUNT, "num_graph_launches?": COUNT, "gpu_busy_ns?": COUNT,
     "gpu_busy_ns_by_phase?": _EACH_COUNT,
 }  # fmt: skip
