@@ -134,6 +134,7 @@ DAMAGE = [
     {"notes": [3]},
     {"between": {"evaluation": {"train.py:3": "often"}}},
     {"windows": {"warmup": None}},
+    {"memory": {"peak_allocated_bytes": 5}},
     {"counters": {"other_processes": [{"used_bytes": {}}]}},
 ]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from stepscope.errors import RecordingError
 from stepscope.trace.border import fields_that_fit, is_count, limit, lines_of, read_json
 from stepscope.trace.compile_file import COMPILE_FILE, read_compile_file
-from stepscope.trace.recording_facts import SCHEMA, RecordingFacts
+from stepscope.trace.recording_facts import OF_A_GPU, SCHEMA, RecordingFacts
 
 SCHEMA_VERSION = 1
 RECORDING_FILE = "recording.json"
@@ -141,6 +141,9 @@ def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
     if trace.get("num_kernels") and not (trace.get("num_steps") and trace.get("gpu_busy_ns_by_phase") is not None):
         warnings.append(f"{RECORDING_FILE}: trace has kernels but no steps or busy times, so it was left out")
         del found["trace"]
+    if not found.get("memory", {}).keys().isdisjoint(OF_A_GPU) and not OF_A_GPU <= found["memory"].keys():
+        warnings.append(f"{RECORDING_FILE}: memory has only some of a GPU's figures, so it was left out")
+        del found["memory"]
     return cast(RecordingFacts, found)
 
 

@@ -60,6 +60,9 @@ class RecordingFacts(TypedDict, total=False):
     notes: list[dict[str, str]]  # remarks for the reader: `about` and `text`
 
 
+OF_A_GPU = {"peak_allocated_bytes", "peak_reserved_bytes", "driver_used_bytes", "driver_total_bytes",
+            "num_allocator_retries"}  # fmt: skip
+"""What `memory` has of a GPU: all of it, or nothing."""
 _EACH_COUNT, _EACH_TEXT = {"*": COUNT}, {"*": TEXT}
 _TRACE_WINDOW = {
     "file?": TEXT, "bytes?": COUNT, "trimmed~": TEXT, "num_steps?": COUNT, "window_ns?": COUNT, "num_ops?": COUNT,
