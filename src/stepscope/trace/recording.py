@@ -141,7 +141,7 @@ def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
     if trace.get("num_kernels") and not (trace.get("num_steps") and trace.get("gpu_busy_ns_by_phase") is not None):
         warnings.append(f"{RECORDING_FILE}: trace has kernels but no steps or busy times, so it was left out")
         del found["trace"]
-    if not found.get("memory", {}).keys().isdisjoint(OF_A_GPU) and not OF_A_GPU <= found["memory"].keys():
+    if (found.get("memory") or {}).keys() & OF_A_GPU not in (set(), OF_A_GPU):
         warnings.append(f"{RECORDING_FILE}: memory has only some of a GPU's figures, so it was left out")
         del found["memory"]
     return cast(RecordingFacts, found)
