@@ -217,7 +217,7 @@ def preload(verbs: tuple[str, ...]) -> None:
 def check_case(verb: str, number: int) -> tuple[Fault, int, list[str]]:
     """Run one case. Return its fault, how the work ended, and what was broken."""
     fault = fault_of(verb, number)
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name) / "work"
         folder.mkdir()
         with small_disk(folder, fault):
