@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope.analysis.time.ledger import LOSS, ROWS, UNKNOWN, Ledger
+from stepscope.analysis.time.ledger import LOSS, ROWS, UNKNOWN, Ledger, limit_row
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.what_if import Saving
 from stepscope.findings.finding import Finding
@@ -97,8 +97,8 @@ class Claims:
     def _parts(self, event: int, ns: float) -> Iterator[tuple[str, float]]:
         """Return the rows that a shorter event takes from: its loss, then what good kernels leave, then the limit."""
         row, _, whole, least_ns, good_ns = self._events[event]
-        limit = "products" if row in ("slow_products", "layout") else "traffic"
-        for name, held in ((row, whole - good_ns), ("kernel_rates", good_ns - least_ns), (limit, least_ns)):
+        rows = ((row, whole - good_ns), ("kernel_rates", good_ns - least_ns), (limit_row(row), least_ns))
+        for name, held in rows:
             part = min(ns, held)
             ns -= part
             if part > 0:

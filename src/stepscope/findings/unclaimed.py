@@ -26,10 +26,10 @@ _TRY = {
     "micro-batch",
     "transfers": "pin_memory=True and non_blocking=True; keep results on the GPU",
     "between_steps": "do it less often, or in the background",
-    "slow_steps": "see which steps are slow: stepscope show steps",
+    "slow_steps": "see which steps are slow, in the section Steps of stepscope report",
     "unknown_work": "record with record_shapes=True; for a kernel of your own there is no formula",
 }
-_TRY_IDLE = "find what the host does then: stepscope run --stacks, or stepscope report and its timeline"
+_TRY_IDLE = "see what the host does then, on the timeline of stepscope report"
 
 
 def unclaimed_time(case: Case, claims: Claims) -> list[Finding]:

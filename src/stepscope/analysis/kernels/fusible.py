@@ -90,8 +90,8 @@ def segments(work: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     even if compiled: `norm_bytes` are those of their ops. `unknown_ns` is the time of ops with unknown tensors.
     """
     ends = set(others)
-    order = work.sort("device", "stream", "start_ns", "event").with_columns(pl.col(pl.Categorical).cast(pl.String))
-    order = order.with_columns(pl.col("class").cast(pl.String))
+    order = work.sort("device", "stream", "start_ns", "event")
+    order = order.with_columns(pl.col(pl.Categorical).cast(pl.String), pl.col("class").cast(pl.String))
     found = [
         _segment(list(rows))
         for key, rows in groupby(_numbered(order.iter_rows(named=True), ends), lambda row: row["segment"])
@@ -109,7 +109,7 @@ def with_fused_ns(found: pl.DataFrame, device: Device | None) -> pl.DataFrame:
     return found.with_columns(times_ns + pl.col("unknown_ns"))
 
 
-def is_fusible(row: dict[str, Any]) -> bool:
+def _is_fusible(row: dict[str, Any]) -> bool:
     """Return whether a compiler could merge a piece of work with its neighbors."""
     # Helpers of a product are the product's; adding to a weight's gradient is the engine's own work.
     if row["class"] not in FUSIBLE or row["phase"] == "optimizer" or row["call_flops"]:
@@ -123,7 +123,7 @@ def _numbered(rows: Iterator[dict[str, Any]], ends: set[int]) -> Iterator[dict[s
     number, last = 0, None
     for row in rows:
         place = tuple(row[key] for key in ("device", "stream", "phase", "step"))
-        is_part = row["event"] not in ends and is_fusible(row)
+        is_part = row["event"] not in ends and _is_fusible(row)
         number += place != last or not is_part
         last = place
         yield {**row, "segment": number if is_part else None}

@@ -65,9 +65,9 @@ class Ledger:
     total_ns: int  # the typical steps together
     num_steps: int
     parts: Mapping[str, int]  # ns over all typical steps, by row; they add up to `total_ns`
-    events: (
-        pl.DataFrame
-    )  # GPU work by `event`: `row` of its loss, `ns` in which it alone counts, `least_ns`, `good_ns`
+    events: pl.DataFrame
+    """GPU work by `event`: the `row` of its loss, its `duration_ns`, the `ns` of it that count, and of those
+    `least_ns` and `good_ns`."""
 
     @property
     def step_ns(self) -> float:
@@ -165,10 +165,14 @@ def _work_parts(facts: LedgerFacts) -> tuple[dict[str, int], pl.DataFrame]:
         (pl.col("good_ns") - pl.col("least_ns")).sum(),
         (pl.col("ns") - pl.col("good_ns")).sum(),
     ).iter_rows():  # fmt: skip
-        limit = "products" if row in ("slow_products", "layout") else "traffic"
-        for name, ns in ((limit, least), ("kernel_rates", good), (row, rest)):
+        for name, ns in ((limit_row(row), least), ("kernel_rates", good), (row, rest)):
             parts[name] = parts.get(name, 0) + ns
     return parts, events
+
+
+def limit_row(row: str) -> str:
+    """Return the row with the least time of the work whose loss is in another row."""
+    return "products" if row in ("slow_products", "layout") else "traffic"
 
 
 def _alone(work: pl.DataFrame) -> pl.DataFrame:
