@@ -9,7 +9,14 @@ from stepscope.errors import Unavailable
 from stepscope.findings.rules.machine import other_process
 
 GIB = 1 << 30
-MEMORY = {"peak_reserved_bytes": 10 * GIB, "driver_used_bytes": 14 * GIB, "peak_resident_bytes": GIB}
+MEMORY = {
+    "peak_allocated_bytes": 9 * GIB,
+    "peak_reserved_bytes": 10 * GIB,
+    "driver_used_bytes": 14 * GIB,
+    "driver_total_bytes": 80 * GIB,
+    "num_allocator_retries": 0,
+    "peak_resident_bytes": GIB,
+}
 
 
 def beside(folder, *processes, memory=MEMORY):
