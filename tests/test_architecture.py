@@ -15,7 +15,7 @@ ROOT = Path(stepscope.__file__).parent
 
 # What each part may import of Stepscope besides itself. A part that is not here is not in the design.
 READ_SIDE = {"findings", "session", "analysis", "trace", "devices", "display", "errors", "formatting", "version"}
-READ_SIDE |= {"rows", "user_cache"}
+READ_SIDE |= {"border", "rows", "user_cache"}
 RUN_SIDE = {"planner", "sweep", "recorder", "workloads"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -23,13 +23,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "formatting": set(),
     "display": set(),
     "user_cache": set(),
-    "rows": set(),
+    "border": set(),
+    "rows": {"border"},
     "devices": {"errors", "user_cache"},
     "recorder": set(),
     "workloads": {"errors"},
-    "sweep": {"recorder", "workloads", "errors", "formatting", "rows", "version"},
-    "trace": {"errors", "rows", "user_cache"},
-    "analysis": {"trace", "devices", "display", "errors", "formatting"},
+    "sweep": {"recorder", "workloads", "errors", "formatting", "border", "rows", "version"},
+    "trace": {"border", "errors", "rows", "user_cache"},
+    "analysis": {"trace", "border", "devices", "display", "errors", "formatting"},
     "session": {"analysis", "trace", "devices", "display", "errors", "formatting"},
     "findings": {"session", "analysis", "trace", "devices", "display", "errors", "formatting"},
     "document": READ_SIDE,
@@ -55,6 +56,7 @@ WITHOUT_TORCH = (
     "formatting",
     "version",
     "user_cache",
+    "border",
     "rows",
 )
 MOST_FILES_IN_A_FOLDER = 25

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import stepscope
+from stepscope.border import LIMITS
 from stepscope.recorder.windows import Windows
-from stepscope.trace.border import LIMITS
 from stepscope.trace.recording import RecordingFacts, StepSample
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from stepscope.analysis.structure.links import link
-from stepscope.trace.border import fields_that_fit
+from stepscope.border import fields_that_fit
 from stepscope.trace.compile_file import SCHEMA
 from stepscope.trace.find import find_traces, open_ranks
 from trace_builder import AUTOGRAD, TraceBuilder

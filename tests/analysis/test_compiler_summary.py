@@ -9,11 +9,11 @@ import pytest
 
 from handmade import gpu_recording
 from stepscope.analysis.compiler.compile_summary import break_even, compiler_summary, split_guard
+from stepscope.border import fields_that_fit
 from stepscope.document.sections.compiler import break_even_text, compiler_document
 from stepscope.findings.compiler_report import compiler_report
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
-from stepscope.trace.border import fields_that_fit
 from stepscope.trace.compile_file import SCHEMA
 
 REPORT = {

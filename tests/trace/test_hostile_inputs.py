@@ -231,7 +231,7 @@ def test_a_damaged_row_is_named(wrong, tmp_path):
     (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | wrong) + "\n")
 
     for verb in ("compare {} {}", "show {}", "report {} -o {}.html"):
-        assert f"line 2 is not a valid row (its {next(iter(wrong))!r})" in answers(verb, tmp_path)
+        assert f"line 2 is not a valid row ({next(iter(wrong))}" in answers(verb, tmp_path)
 
 
 # -- everything ---------------------------------------------------------------------------------------------------

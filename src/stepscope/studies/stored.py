@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepscope.analysis.comparison.sweeps import OK, SweepSummary, record_of, sweep_of
+from stepscope.border import COUNT, PLAIN, TEXT, NotOfSchema, check, read_json
 from stepscope.errors import RecordingError, Unavailable
 from stepscope.trace.kind import STUDY_FILE, Kind, kind_of
 from stepscope.trace.sweep_file import Sweep, read_sweep
@@ -180,7 +180,14 @@ class Stored:
     def kept(self) -> dict[str, dict[str, list[Any]]]:
         """Columns of the tables that a published study keeps, by id; empty for any other."""
         path = self.folder / KEPT_FILE
-        return json.loads(path.read_bytes()) if path.is_file() else {}
+        try:
+            found: dict[str, dict[str, list[Any]]] = read_json(path)
+            check(found, {"*": {"*": [PLAIN]}})
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise RecordingError(f"{path} cannot be read: {error}") from None
+        return found
 
     def recordings(self, measure: str, **values: Any) -> list[Recorded]:
         """Return the recordings of a measure, those with these values of knobs."""
@@ -214,9 +221,12 @@ class Stored:
 def read_facts(folder: Path) -> dict[str, Any]:
     """Return the content of study.json. Raise RecordingError if it cannot be read."""
     try:
-        facts = json.loads((folder / STUDY_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        facts: dict[str, Any] = read_json(folder / STUDY_FILE)
+        check(facts, {"study": TEXT, "num_points~": {"*": COUNT}, "commands~": [TEXT], "*": PLAIN})
+    except NotOfSchema as error:
+        raise RecordingError(
+            f"{folder / STUDY_FILE} does not describe a study ({error}): it was edited or damaged"
+        ) from None
+    except (OSError, ValueError) as error:
         raise RecordingError(f"{folder / STUDY_FILE} cannot be read: {error}") from None
-    if not isinstance(facts, dict) or not isinstance(facts.get("study"), str):
-        raise RecordingError(f"{folder / STUDY_FILE} does not describe a study: it was edited or damaged")
     return facts

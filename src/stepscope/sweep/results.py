@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepscope.border import read_file
 from stepscope.errors import RecordingError, UsageError
 from stepscope.formatting import plural
 from stepscope.recorder.files import write_json
@@ -31,7 +32,6 @@ from stepscope.rows import (
     Row,
     is_tried_again,
     read_facts,
-    read_regular,
     read_rows,
 )
 from stepscope.version import __version__
@@ -199,9 +199,11 @@ def heal(path: Path) -> list[Row]:
 def _num_lines(path: Path) -> int:
     """Return the number of lines, including a half-written one."""
     try:
-        return len(read_regular(path).splitlines())
+        return len(read_file(path, "ROWS_MIB", is_raw=True).splitlines())
     except FileNotFoundError:
         return 0
+    except ValueError as error:
+        raise UsageError(f"Cannot read {path}: {error}. Choose another folder with -o.") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror or error}. Choose another folder with -o.") from None
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from stepscope.trace.border import COUNT, FLAG, NUMBER, PLAIN, TEXT, fields_that_fit, read_json
+from stepscope.border import COUNT, FLAG, NUMBER, PLAIN, TEXT, fields_that_fit, read_json
 
 COMPILE_FILE = "compile.json"
 

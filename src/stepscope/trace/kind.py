@@ -5,9 +5,9 @@ import zlib
 from enum import Enum
 from pathlib import Path
 
+from stepscope.border import open_file
 from stepscope.errors import UsageError
 from stepscope.rows import RESULTS_FILE
-from stepscope.trace.border import open_file
 from stepscope.trace.memory_file import MEMORY_FILE
 from stepscope.trace.recording import RECORDING_FILE
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stepscope.border import COUNT, TEXT, NotOfSchema, check, read_json
 from stepscope.errors import RecordingError
-from stepscope.trace.border import COUNT, TEXT, NotOfSchema, check, read_json
 
 MEMORY_FILE = "memory.json.gz"
 MEMORY_VERSION = 2

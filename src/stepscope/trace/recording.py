@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from stepscope.border import fields_that_fit, is_count, limit, lines_of, read_json
 from stepscope.errors import RecordingError
-from stepscope.trace.border import fields_that_fit, is_count, limit, lines_of, read_json
 from stepscope.trace.compile_file import COMPILE_FILE, read_compile_file
 from stepscope.trace.recording_facts import OF_A_GPU, SCHEMA, RecordingFacts
 

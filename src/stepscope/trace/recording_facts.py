@@ -2,7 +2,7 @@
 
 from typing import Any, TypedDict
 
-from stepscope.trace.border import COUNT, FLAG, INTEGER, NUMBER, PLAIN, TEXT
+from stepscope.border import COUNT, FLAG, INTEGER, NUMBER, PLAIN, TEXT
 
 
 class RecordingFacts(TypedDict, total=False):

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from stepscope.border import limit, read_file
 from stepscope.errors import TraceError
-from stepscope.trace.border import limit, read_file
 
 MAX_TEXT_BYTES = 1 << 20
 LEAST_ENTRY_BYTES = 16

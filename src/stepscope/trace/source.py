@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepscope.border import open_file
 from stepscope.errors import TraceError
-from stepscope.trace.border import open_file
 from stepscope.trace.fields import Fields
 from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, try_event
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from stepscope.trace.border import limit
+from stepscope.border import limit
 
 
 def times(joined: bytes) -> pl.Series:

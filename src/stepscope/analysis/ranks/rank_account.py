@@ -24,10 +24,10 @@ from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
 from stepscope.analysis.time.idle_causes import idle_causes, idle_gaps, with_next_work
 from stepscope.analysis.time.phases import PHASES
 from stepscope.analysis.time.syncs import syncs, syncs_summary
+from stepscope.border import limit
 from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.trace.assemble import nest
-from stepscope.trace.border import limit
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import Trace
 

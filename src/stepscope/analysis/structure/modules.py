@@ -15,7 +15,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.structure.nesting import ancestor, matches
-from stepscope.trace.border import limit
+from stepscope.border import limit
 from stepscope.trace.compile_file import entries
 
 MODULE_PREFIX = "stepscope.module/"  # prefix of module names, written by `recorder/trace_window.py`

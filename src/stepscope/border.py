@@ -12,13 +12,14 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeGuard
 
 LIMITS = {
     "FILE_MIB": 512,  # of JSON in one file, decompressed; a trace is streamed and has no such limit
     "LINES_MIB": 4096,  # of a file of lines, such as samples.jsonl
     "LINE_MIB": 4,
+    "ROWS_MIB": 1024,  # of a sweep's rows
     "STEPS": 100_000,  # steps read in full: as many as a recording has lines. Later ones are counted.
     "SNAPSHOT_MIB": 2048,
     "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries
@@ -55,12 +56,12 @@ def _refuse_other_kinds(status: os.stat_result) -> None:
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
 
 
-def read_file(path: Path, name: str = "FILE_MIB") -> bytes:
-    """Return a file's bytes, decompressed if it is gzip; OSError or ValueError that says what is wrong with it."""
+def read_file(path: Path, name: str = "FILE_MIB", is_raw: bool = False) -> bytes:
+    """Return a file's bytes, a gzip file's decompressed unless raw; OSError or ValueError says what is wrong."""
     most = limit(name) << 20
     parts, rest = [], most + 1
     with open_file(path) as stream:
-        is_compressed = stream.read(2) == b"\x1f\x8b"
+        is_compressed = not is_raw and stream.read(2) == b"\x1f\x8b"
         stream.seek(0)
         source: Any = gzip.GzipFile(fileobj=stream) if is_compressed else stream
         try:
@@ -74,9 +75,9 @@ def read_file(path: Path, name: str = "FILE_MIB") -> bytes:
     return b"".join(parts)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, name: str = "FILE_MIB") -> Any:
     """Return a JSON file's value; OSError or ValueError that says what is wrong with it."""
-    data = read_file(path)
+    data = read_file(path, name)
     try:
         return json.loads(data)
     except RecursionError:
@@ -98,10 +99,13 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 # -- schemas ------------------------------------------------------------------------------------------------------
 # A schema is one of the names below; [schema] for a list, (schema,) for one that is not empty; or an object as a dict
-# of field to schema, where `name?` may be absent, `name~` also null, and `*` stands for every other field.
+# of field to schema, where `name?` may be absent, `name~` also null, and `*` stands for every other field (`*~`: or
+# null).
 
 COUNT, NUMBER, INTEGER, TEXT, FLAG = "a count", "a number", "an integer", "a text", "true or false"
 TIME = "a time in nanoseconds"  # more than none
+AMOUNT = "a number of zero or more"
+PLACE = "a path inside its folder"
 SCALAR = "a text, a number, true, false or null"
 PLAIN = "plain"  # anything that can be shown and written again
 _DEEPEST = 40
@@ -116,7 +120,7 @@ def check(value: Any, schema: Any, where: str = "") -> None:
 
     >>> check({"steps": [{"num": 1}, {"num": -1}]}, {"steps": [{"num": COUNT}]})
     Traceback (most recent call last):
-    stepscope.trace.border.NotOfSchema: steps[1].num is not a count
+    stepscope.border.NotOfSchema: steps[1].num is not a count
     """
     if isinstance(schema, str):
         if not _FITS[schema](value):
@@ -135,13 +139,14 @@ def check(value: Any, schema: Any, where: str = "") -> None:
             is_left_out = (
                 field not in value if name.endswith("?") else value.get(field) is None and name.endswith("~")
             )
-            if name != "*" and not is_left_out:
+            if field != "*" and not is_left_out:
                 check(value.get(field), inner, before + field)
-        if "*" in schema:
-            for name, found in value.items():
-                if not {name, f"{name}?", f"{name}~"} & schema.keys():
-                    check(name, TEXT, f"a name in {where or 'it'}")
-                    check(found, schema["*"], before + name[:80])
+        others = schema.get("*", schema.get("*~"))
+        for name, found in value.items() if others is not None else ():
+            if not {name, f"{name}?", f"{name}~"} & schema.keys():
+                check(name, TEXT, f"a name in {where or 'it'}")
+                if found is not None or "*" in schema:
+                    check(found, others, before + name[:80])
 
 
 def is_count(value: Any) -> TypeGuard[int]:
@@ -159,6 +164,13 @@ def _is_integer(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not (_SURROGATE.search(value) if not value.isascii() else None)
+
+
+def _is_place(value: Any) -> bool:
+    if not _is_text(value) or not value or "\0" in value:
+        return False
+    path = PurePosixPath(value)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which cannot be encoded
@@ -182,7 +194,9 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     TEXT: _is_text,
     FLAG: lambda value: isinstance(value, bool),
     TIME: lambda value: _is_number(value) and 0 < value < COUNT_END,
-    SCALAR: lambda value: not isinstance(value, (list, dict)) and _is_plain(value),
+    AMOUNT: lambda value: _is_number(value) and value >= 0,
+    PLACE: _is_place,
+    SCALAR: lambda value: value is None or isinstance(value, bool) or _is_number(value) or _is_text(value),
     PLAIN: _is_plain,
 }
 
