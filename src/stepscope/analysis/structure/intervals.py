@@ -20,12 +20,12 @@ def union(intervals: pl.DataFrame) -> pl.DataFrame:
     >>> union(pl.DataFrame({"start_ns": [5, 0, 2], "end_ns": [7, 3, 4]})).rows()
     [(0, 4), (5, 7)]
     """
-    ordered = intervals.filter(pl.col("end_ns") > pl.col("start_ns")).select("start_ns", "end_ns").sort("start_ns")
-    start, reach = ordered["start_ns"], ordered["end_ns"].cum_max()
+    start, reach = pl.col("start_ns"), pl.col("end_ns")
+    ordered = intervals.filter(reach > start).sort("start_ns").select(start, reach.cum_max())
     # A start after all earlier ends begins a new interval.
     is_first = (start > reach.shift(1)).fill_null(True)
-    is_last = is_first.shift(-1, fill_value=True)
-    return pl.DataFrame({"start_ns": start.filter(is_first), "end_ns": reach.filter(is_last)})
+    is_last = (start.shift(-1) > reach).fill_null(True)
+    return ordered.select(start.filter(is_first), reach.filter(is_last))
 
 
 def length_ns(intervals: pl.DataFrame) -> int:

@@ -12,9 +12,9 @@ def matches(names: pl.Series, pattern: str) -> pl.Series:
     >>> matches(pl.Series(["aten::mm", "cudaLaunchKernel", None], dtype=pl.Categorical), "^aten").to_list()
     [True, False, False]
     """
-    different = names.unique().drop_nulls()
-    found = different.filter(different.cast(pl.String).str.contains(pattern))
-    return names.is_in(found.implode()).fill_null(False)
+    name = pl.col(names.name)
+    found = names.unique().to_frame().select(name.filter(name.cast(pl.String).str.contains(pattern)).implode())
+    return names.to_frame().select(name.is_in(found.to_series()).fill_null(False)).to_series()
 
 
 def with_answers(

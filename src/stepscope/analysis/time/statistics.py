@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 NUM_RESAMPLES = 1000
 MOST_RESAMPLED = 2_000  # samples; of more, the interval follows from their order alone
@@ -53,11 +54,19 @@ def _median_interval(ordered: Sequence[float]) -> tuple[float, float]:
         # The rank of the true median is binomial, so its standard deviation is half the root of the count.
         half = 0.98 / num**0.5
         return quantile(ordered, 0.5 - half), quantile(ordered, 0.5 + half)
-    # A separate generator: the caller's random state stays untouched, and results repeat.
-    generator = random.Random(num)
-    resamples = (sorted(generator.choices(ordered, k=num)) for _ in range(NUM_RESAMPLES))
-    medians = sorted(quantile(resample, 0.5) for resample in resamples)
+    weight = (num - 1) / 2 % 1
+    medians = sorted(ordered[low] + (ordered[high] - ordered[low]) * weight for low, high in _resampled_middles(num))
     return quantile(medians, 0.025), quantile(medians, 0.975)
+
+
+@lru_cache(maxsize=256)
+def _resampled_middles(num: int) -> tuple[tuple[int, int], ...]:
+    """Return which of `num` ordered samples are in the middle of each resample: the same for all of this number."""
+    generator = random.Random(num)  # a separate generator: the caller's random state stays untouched
+    low = (num - 1) // 2
+    high = min(low + 1, num - 1)
+    resamples = (sorted(generator.choices(range(num), k=num)) for _ in range(NUM_RESAMPLES))
+    return tuple((resample[low], resample[high]) for resample in resamples)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
