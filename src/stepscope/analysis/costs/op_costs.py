@@ -34,6 +34,7 @@ COLUMNS = ("name", "shapes", "dtypes", "strides", "inputs")
 # torch writes lists of up to 30 tensors, and up to 64 dimensions.
 _MAX_CHARACTERS = 32_768
 _MAX_OPERANDS = 256
+_SHORT = 512  # characters of a text that is kept with what it means
 _MAX_DIMENSIONS = 64
 _MAX_INT64 = 2**63 - 1
 
@@ -214,10 +215,22 @@ def operands(shapes: str | None, dtypes: str | None, strides: str | None = None)
 def _operands(
     shapes: str | None, dtypes: str | None, strides: str | None, list_dtype: str | None = None
 ) -> tuple[Operand, ...]:
+    is_short = (
+        shapes is not None and len(shapes) < _SHORT and len(dtypes or "") < _SHORT and len(strides or "") < _SHORT
+    )
+    return (_kept_operands if is_short else _new_operands)(shapes, dtypes, strides, list_dtype)
+
+
+def _new_operands(
+    shapes: str | None, dtypes: str | None, strides: str | None, list_dtype: str | None
+) -> tuple[Operand, ...]:
     if _is_too_long(dtypes, strides) or (sizes := parsed_list(shapes)) is None:
         raise NotKnown
     rows = zip(sizes, _one_each(sizes, parsed_list(dtypes)), _one_each(sizes, parsed_list(strides)))
     return tuple(_operand(size, name, steps, list_dtype) for size, name, steps in rows)
+
+
+_kept_operands = lru_cache(maxsize=4096)(_new_operands)  # a trace repeats a few texts thousands of times
 
 
 def _one_each(sizes: list[Any], parsed: Any) -> list[Any]:
