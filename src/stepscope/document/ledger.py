@@ -1,6 +1,7 @@
-"""Builds the ledger of a step: bars from its losses down to its limit, and a table."""
+"""Builds the ledger of a step: a waterfall from its whole time down to its limit, and a table."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN, Ledger
 from stepscope.document.model import Bars, Part, Series, Table, Value
@@ -19,14 +20,19 @@ NAMES = {
     "idle_unknown": "idle: unknown", "unknown_work": "unknown work", "disagreement": "trace against clean steps",
 }  # fmt: skip
 _ORDER = (LOSS, UNKNOWN, RATES, LIMIT)
+_LEAST_SHARE = 0.005  # of the step, for a bar of its own
 
 
 def ledger_parts(ledger: Ledger) -> list[Part]:
     """Return a step from its largest loss down to the least time that its work needs."""
     rows = sorted(ledger.rows, key=lambda row: (_ORDER.index(row.kind), -row.ns))
-    shown = [row for row in rows if row.share >= 0.005]
-    series = (Series("time", [row.ns for row in shown]),)
-    title = f"what a step's {duration(ledger.step_ns, 3)} are made of"
+    is_large = [abs(row.share) >= _LEAST_SHARE for row in rows]
+    bars = [(NAMES[row.id], row.ns) for row, large in zip(rows, is_large) if large]
+    if rest := sum(row.ns for row, large in zip(rows, is_large) if not large):
+        num_above = sum(large and row.kind != LIMIT for row, large in zip(rows, is_large))
+        bars.insert(num_above, ("smaller rows", rest))
+    left = [ledger.step_ns - spent for spent in accumulate(ns for _, ns in bars)]
+    title = f"a step's {duration(ledger.step_ns, 3)}, down to what its work needs"
     columns: dict[str, Sequence[Value]] = {
         "row": [NAMES[row.id] for row in rows],
         "kind": [row.kind for row in rows],
@@ -34,9 +40,13 @@ def ledger_parts(ledger: Ledger) -> list[Part]:
         "share": [row.share for row in rows],
         "what_it_is": [ROWS[row.id][1] for row in rows],
     }
-    labels = [NAMES[row.id] for row in shown]
+    labels, series = (
+        ["the step", *(name for name, _ in bars)],
+        Series("time", [ledger.step_ns, *(ns for _, ns in bars)]),
+    )
+    starts = [0.0, *(max(0.0, start) for start in left)]
     return [
-        Bars("ledger", title, labels, series, "time_ns", ledger.step_ns, caption=limit_text(ledger)),
+        Bars("ledger", title, labels, (series,), "time_ns", ledger.step_ns, starts, caption=limit_text(ledger)),
         Table("ledger", "ledger of a step", columns, num_shown=len(rows), page_only=True),
     ]
 

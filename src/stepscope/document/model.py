@@ -136,6 +136,7 @@ class Bars(Chart):
     series: tuple[Series, ...]
     unit: str  # a column's name, for its unit: `total_ns`
     whole: float | None = None  # what shares on a terminal are of; None: the sum of all values
+    starts: Sequence[float] = ()  # where each bar begins, as in a waterfall; empty: at zero
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,11 @@ class _Terminal:
         names = fit_names([safe(name) for name, _ in rows], max(16, min(40, self.width - room - BAR_WIDTH - 16)))
         longest = max(map(len, names), default=0)
         bar_width = max(0, min(BAR_WIDTH, self.width - longest - room - 14))
-        for name, text, (_, value) in zip(names, texts, rows):
+        starts = chart.starts or [0.0] * len(rows)
+        for name, text, start, (_, value) in zip(names, texts, starts, rows):
             share = (value or 0) / whole if whole else 0.0
-            bar = "█" * round(bar_width * min(1.0, share))
+            before = round(bar_width * min(1.0, start / whole)) if whole else 0
+            bar = " " * before + "█" * round(bar_width * min(1.0, share))
             yield f"  {name:<{longest}}  {text:>{room}}  {percent(share):>7}  {bar}"
 
     def _findings(self, part: Findings) -> Iterator[str]:

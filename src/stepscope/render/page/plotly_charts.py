@@ -117,13 +117,16 @@ def _bars(chart: Bars) -> dict[str, Any]:
     whole = totals(chart)
     axis = Axis(chart.unit, whole)
     is_one = len(chart.series) == 1
-    top = largest([*whole, *(value for one in chart.series for value in one.high)])
+    ends = [start + length for start, length in zip(chart.starts or [0.0] * len(whole), whole)]
+    top = largest([*ends, *(value for one in chart.series for value in one.high)])
     data = []
     for series, color in zip(chart.series, colors_of(chart.series)):
         name, texts = _spaced(series.name), texts_of(chart.unit, series)
         hover = [f"{lines_of_words(label)}<br>{name}: <b>{text}</b>" for label, text in zip(labels, texts)]
         rows, marker = list(range(len(labels))), {"color": color}
         trace = _trace("bar", name, on(axis, series.y), rows, hover, orientation="h", marker=marker)
+        if chart.starts:
+            trace["base"] = on(axis, chart.starts)
         if bars := axes.interval_bars(series, axis):
             trace["error_x"] = bars
         elif is_one:

@@ -63,7 +63,8 @@ def draw_bars(axes: Any, chart: Bars) -> None:
     shown = range(min(len(chart.labels), _MOST_BARS))
     whole, is_one = totals(chart)[: len(shown)], len(chart.series) == 1
     axis = Axis(chart.unit, whole)
-    left, reach = [0.0] * len(shown), [0.0] * len(shown)
+    left = axis.scaled(chart.starts[: len(shown)]) if chart.starts else [0.0] * len(shown)
+    reach = [0.0] * len(shown)
     handles = []
     for series, color in zip(chart.series, colors_of(chart.series)):
         widths = _known(axis.scaled(series.y[: len(shown)]))
