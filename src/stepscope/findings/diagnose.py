@@ -14,6 +14,7 @@ from stepscope.errors import Unavailable, UsageError, failure, if_available
 from stepscope.findings import rules
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Finding
+from stepscope.findings.groups import Group, grouped, ranked
 from stepscope.findings.rule import RULES
 from stepscope.findings.unclaimed import UNCLAIMED, unclaimed_time
 from stepscope.formatting import whole_percent
@@ -54,6 +55,7 @@ class Diagnosis(Shown):
     gpu_busy_share: float | None  # GPU busy time ÷ step time; None without GPU work
     warnings: tuple[str, ...]  # problems with the trace
     ledger: Ledger | None = None  # the step split without remainder; None without GPU work
+    groups: tuple[Group, ...] = ()  # findings that one change fixes
     unclaimed_ns: float = 0.0  # losses and unknown time of the ledger that no finding explains, per step
 
     def to_json(self) -> dict[str, Any]:
@@ -66,6 +68,7 @@ class Diagnosis(Shown):
             "gpu_busy_share": self.gpu_busy_share,
             "warnings": list(self.warnings),
             "findings": [finding.to_json() for finding in self.findings],
+            "groups": [group.to_json() for group in self.groups],
             "clean": list(self.clean),
             "unchecked": [asdict(one) for one in self.unchecked],
             "suppressed": list(self.suppressed),
@@ -106,11 +109,13 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     step_ns = if_available(lambda: case.step_ns)
     busy_share = if_available(lambda: min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None)
     ledger, unclaimed_ns = None, 0.0
+    groups: list[Group] = []
     try:
         ledger = case.ledger
         claims = Claims(ledger)
         claimed = [claims.claimed(finding) for finding in findings]
-        findings = [finding for finding in claimed if _is_kept(finding, case)]
+        found, findings = findings, [finding for finding in claimed if _is_kept(finding, case)]
+        groups = grouped(case, claims, found, findings)
         clean += sorted({one.id for one in claimed} - {one.id for one in findings})
         unclaimed_ns = sum(claims.unclaimed().values())
         if UNCLAIMED not in suppressed:
@@ -125,7 +130,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         warnings = (*case.notes, *case.account.warnings)
     except Unavailable as reason:
         warnings = (*case.notes, str(reason))
-    findings.sort(key=lambda finding: (-(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id))
+    findings = ranked(findings, groups, UNCLAIMED)
     return Diagnosis(
         step_ns=step_ns,
         is_measured=case.clean_ns is not None,
@@ -137,6 +142,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         gpu_busy_share=busy_share,
         warnings=warnings,
         ledger=ledger,
+        groups=tuple(groups),
         unclaimed_ns=unclaimed_ns,
     )
 

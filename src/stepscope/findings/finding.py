@@ -33,6 +33,7 @@ class Finding:
     rows: tuple[str, ...] = ()  # rows of the ledger that it is about, other than GPU work that its fix changes
     claims: Mapping[str, float] = field(default_factory=dict)
     """Rows of the ledger that it explains, in ns per step; `saving_ns` is at most their sum. Set by `diagnose`."""
+    group: str | None = None  # the fix that it shares with other findings, one of `findings/groups.py`
     is_provable: bool = True  # whether this finding's fix is the one that `stepscope verify` applies for the rule
     id: str = ""  # the rule's id, set by `diagnose`
 
@@ -44,7 +45,7 @@ class Finding:
         fields = asdict(self)
         saving_ns = fields.pop("saving_ns")
         order = ("id", "sentence", "saving_ms", "saving_bytes", "upper_bound", "confidence", "fix", "derived",
-                 "falsified_by", "claims", "places", "evidence")  # fmt: skip
+                 "falsified_by", "group", "claims", "places", "evidence")  # fmt: skip
         fields["claims"] = {f"{row}_ms": ns / 1e6 for row, ns in self.claims.items()}
         fields["saving_ms"] = None if saving_ns is None else saving_ns / 1e6
         fields["places"] = [{"start_ns": start_ns, "end_ns": end_ns} for start_ns, end_ns in self.places]

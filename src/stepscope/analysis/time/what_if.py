@@ -27,6 +27,10 @@ class Saving(float):
         saving.change = change
         return saving
 
+    def at_most(self, ns: float) -> "Saving":
+        """Return the saving, cut to a time."""
+        return Saving(min(self, ns), self.change)
+
     def __deepcopy__(self, memo: object) -> float:
         return float(self)
 

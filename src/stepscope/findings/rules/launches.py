@@ -6,7 +6,7 @@ from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.analysis.structure.intervals import complement, intersect
 from stepscope.analysis.time.stalls import STALL_NS, quiet_stretches
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
-from stepscope.findings.rules.waits import place
+from stepscope.findings.rules.waits import host_work, place, starts_within
 from stepscope.formatting import duration, plural, size
 from stepscope.session.places import places_without_work
 
@@ -29,7 +29,7 @@ def launch_bound(case: Case) -> list[Finding]:
     if allocating.height:  # `allocator_churn` reports those
         calls = complement(allocating.select("start_ns", "end_ns"), case.replay.start_ns, case.replay.end_ns)
         between = intersect(between, calls)
-    saving_ns = min(case.saving_ns(Change(host=stretches(between, _GRAPH_LAUNCH))), case.starved_ns)
+    saving_ns = case.saving_ns(Change(host=stretches(between, _GRAPH_LAUNCH))).at_most(case.starved_ns)
     if not case.is_worth(saving_ns):
         return []
     step = case.step
@@ -48,6 +48,7 @@ def launch_bound(case: Case) -> list[Finding]:
         fix='model = torch.compile(model, mode="reduce-overhead")  # or a larger batch: host time stays the same',
         saving_ns=saving_ns,
         rows=("idle_launch", "idle_python"),
+        group="compile",
         upper_bound=True,
         derived="the step replayed with 2 % of the host's time between launches, as with CUDA graphs; compiling also "
         "fuses kernels, which is not counted",
@@ -115,6 +116,7 @@ def host_stall(case: Case) -> list[Finding]:
         raise Unavailable("The trace does not mark where steps end. Call prof.step() at the end of each step.")
     silent = case.stalls.filter(pl.col("kind").is_in(["python", "launch"]))
     quiet = quiet_stretches(case.linked, silent).filter(pl.col("phase").ne_missing("optimizer"))
+    quiet = quiet.filter(~starts_within(quiet, host_work(case)))  # `synchronization` reports those
     if case.account.steps.height == 1:  # what follows the only step may be the profiler stopping
         quiet = quiet.filter(pl.col("end_ns") <= case.work["start_ns"].max())
     saving_ns = case.host_saving_ns(quiet)

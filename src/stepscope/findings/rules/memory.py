@@ -109,6 +109,7 @@ def full_logits(case: Case) -> list[Finding]:
         saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
         saving_bytes=saving_bytes,
         upper_bound=True,
+        group=None if is_fused else "compile",
         derived=in_chunks if is_fused else compiled,
         confidence="medium",
         falsified_by="look at the memory timeline; the finding is wrong if the peak is elsewhere in the step, or if "
@@ -146,7 +147,10 @@ def checkpointing_with_free_memory(case: Case) -> list[Finding]:
     case.with_shapes()
     again = case.recomputed
     events = again["events"].explode().drop_nulls()
-    saving_ns = case.saving_ns(replace(case.without(events), host=stretches(again)))
+    change = case.without(events, is_loop=True)  # what the host does between two recomputed ops is theirs too
+    host = again.select("start_ns", "end_ns")
+    host = host if change.host is None else pl.concat([host, change.host.select("start_ns", "end_ns")])
+    saving_ns = case.saving_ns(replace(change, host=stretches(host)))
     if not case.is_worth(saving_ns):
         return []
     peak_bytes = case.memory.peak_bytes
@@ -173,7 +177,7 @@ def checkpointing_with_free_memory(case: Case) -> list[Finding]:
         f"{case.cost_text(again)}, although the results would fit in memory: they need at most {size(more_bytes)}, "
         f"and the peak of {size(peak_bytes)} leaves {size(usable - peak_bytes)} of {case.device.name} free.",
         fix=f"remove torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
-        saving_ns=saving_ns * share,
+        saving_ns=saving_ns.at_most(saving_ns * share),
         derived=f"the step replayed without the recomputed ops and the host's time for them{of_it}",
         falsified_by="turn checkpointing off; the finding is wrong if the run then runs out of memory or is not "
         "faster",

@@ -8,7 +8,9 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.kernels.extra_work import stack_writing_ops
+from stepscope.analysis.time.stalls import STALL_NS
 from stepscope.analysis.time.waits import mask_indexing
+from stepscope.analysis.time.what_if import Saving
 from stepscope.errors import if_available
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, one_finding, rule, stretches
 from stepscope.formatting import duration, plural, size
@@ -71,6 +73,33 @@ def starts_within(table: pl.DataFrame, stretches: pl.DataFrame) -> pl.Series:
     return (found["start_ns"] < found["until_ns"]).fill_null(False)
 
 
+def host_work(case: Case) -> pl.DataFrame:
+    """Return what the host does with tensors that it copied from the GPU: its time from a `copy` to the next launch.
+
+    Threads of a CPU op go on spinning for a while: they delay the thread that the backward runs in. A pause of a
+    millisecond or more where another thread takes over is theirs too.
+    """
+    copied = waits_of(case, "synchronization").filter(
+        pl.col("what").cast(pl.String) == "device_to_host", pl.col("bytes") > _FEW_BYTES
+    )
+    ends = copied.select((pl.col("start_ns") + pl.col("duration_ns")).alias("start_ns"), "copy").sort("start_ns")
+    threads = case.linked.host.select(pl.col("event").alias("call"), "thread")
+    every = case.replay.host_stretches().join(threads, on="call", how="left", maintain_order="left")
+    span = every.select("start_ns", "end_ns", pl.col("start_ns").alias("from_ns"))
+    after = ends.join_asof(span.sort("start_ns"), on="start_ns", check_sortedness=False)
+    after = after.filter(pl.col("start_ns") < pl.col("end_ns"))
+    handed = span.filter((every["thread"] != every["thread"].shift(1)).fill_null(False))
+    paused = after.select("start_ns", "copy").join_asof(
+        handed.sort("start_ns"), on="start_ns", strategy="forward", check_sortedness=False
+    )
+    paused = paused.filter(pl.col("end_ns") - pl.col("from_ns") >= STALL_NS).select(
+        pl.col("from_ns").alias("start_ns"), "end_ns", "copy"
+    )
+    found = pl.concat([after.select("start_ns", "end_ns", "copy"), paused])
+    return found.unique("end_ns", keep="last").sort("start_ns")
+
+
+_FEW_BYTES = 64  # a value or a few of them: what follows need not have to do with them
 _VALUES = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
 _ONE_LOOK_SHARE = 0.1  # reading the loss once per step is normal, unless it costs this share of the step
 _LOOP = 4  # from this many values per step, each computed and read alone, it is a loop that could be one op
@@ -91,7 +120,10 @@ _TO_DEVICE = (
     'create it on the GPU, torch.zeros(n, device="cuda"), or copy it without waiting: x.pin_memory().to("cuda", '
     "non_blocking=True)"
 )
-_TO_HOST = 'x.to("cpu", non_blocking=True) into pinned memory, and read it one step later'
+_TO_HOST = (
+    'compute on the GPU and copy only the result: x.softmax(-1).amax(-1).mean(), not x.cpu(); or x.to("cpu", '
+    "non_blocking=True) into pinned memory, and read it one step later"
+)
 _BY_HAND = "remove torch.cuda.synchronize(); measure time with torch.cuda.Event(enable_timing=True)"
 
 
@@ -107,8 +139,22 @@ def synchronization(case: Case) -> list[Finding]:
     if one_by_one.height >= _LOOP * case.num_steps:
         gone = pl.concat([gone, one_by_one["fed_by"].explode()])
     masks = case.within(mask_indexing(case.linked))
-    change = replace(_of_fixed_shape(case.without(gone), masks), unwaited=frozenset(waits["event"].to_list()))
-    saving_ns = min(case.saving_ns(change), case.starved_ns)
+    on_host = host_work(case)
+    gone = pl.concat([gone, on_host["copy"].cast(gone.dtype)]).unique()
+    change = case.without(gone)
+    if on_host.height:
+        parts = [on_host] if change.host is None else [on_host, change.host]
+        change = replace(change, host=stretches(pl.concat([part.select("start_ns", "end_ns") for part in parts])))
+    change = replace(_of_fixed_shape(change, masks), unwaited=frozenset(waits["event"].to_list()))
+    copied_ns = case.total_ns(case.work.filter(pl.col("event").is_in(on_host["copy"].implode())))
+    most_ns = case.starved_ns + copied_ns
+    saving_ns = case.saving_ns(change).at_most(most_ns)
+    wait_ns, idle_ns = (case.total_ns(waits, pl.col(name)) for name in ("wait_ns", "idle_after_ns"))
+    if on_host.height:
+        # A host that works on tensors loses its lead over the GPU. How much of it the rest of the step needs depends
+        # on the host's speed, which a trace knows least: from nothing to all of it, so half.
+        lost_ns = min(most_ns, wait_ns + max(idle_ns, case.total_ns(on_host, LENGTH)))
+        saving_ns = Saving((saving_ns + max(saving_ns, lost_ns)) / 2, change)
     count = waits["stop"].n_unique() / case.num_steps
     is_one_look = count <= 1 and bool(waits["is_closing"].all())
     if not case.is_worth(saving_ns) or (is_one_look and saving_ns < _ONE_LOOK_SHARE * case.step_ns):
@@ -123,22 +169,28 @@ def synchronization(case: Case) -> list[Finding]:
     most = "" if table.height == 1 else f"{top['num_calls']:,.0f} of them "
     until = pl.max_horizontal("duration_ns", pl.col("wait_ns").fill_null(0) + pl.col("idle_after_ns"))
     stood = waits.select("start_ns", (pl.col("start_ns") + until).alias("end_ns"))
-    wait_ns, idle_ns = (case.total_ns(waits, pl.col(name)) for name in ("wait_ns", "idle_after_ns"))
     by_mask = ""
     if masks.height:
         by_mask = (
             f" Indexing with a mask, {case.number_text(masks, 'time')} per step, keeps the host busy "
             f"for {duration(case.total_ns(masks, LENGTH), 3)} under the profiler."
         )
+    with_tensors = ""
+    if on_host.height:
+        with_tensors = (
+            f" It then works on {plural(on_host['copy'].n_unique() / case.num_steps, 'copied tensor')} for "
+            f"{duration(case.total_ns(on_host, LENGTH), 3)} before it launches anything."
+        )
     return one_finding(
         sentence=f"The host stops {plural(count, 'time')} per step to wait for the GPU, {most}in {top['op']} in "
         f"{place(top)}. It waits {duration(wait_ns, 3)}, and then the GPU is idle for {duration(idle_ns, 3)} of the "
-        f"{duration(case.step_ns, 3)} step.{by_mask}",
+        f"{duration(case.step_ns, 3)} step.{with_tensors}{by_mask}",
         fix=fix,
         saving_ns=saving_ns,
         upper_bound=True,
-        derived="the step replayed without these waits, the copies of single values, and the ops that compute such "
-        "values one by one in a loop; the host then runs ahead as far as the GPU's own work allows"
+        derived="the step replayed without these waits, the copies of single values, the ops that compute such "
+        "values one by one in a loop, and copied tensors with the host's time until its next launch; the host then runs "
+        "ahead as far as the GPU's own work allows"
         + ("; each op that indexes with a mask becomes one kernel and takes as much host time as a typical op"
            if by_mask else ""),
         confidence="high" if count >= 2 else "medium",

@@ -1,0 +1,91 @@
+"""Findings that one change fixes: what the change saves in total, without counting a loss twice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.time.replay import Change
+from stepscope.analysis.time.what_if import Saving
+from stepscope.findings.claims import Claims
+from stepscope.findings.finding import Finding
+from stepscope.session.case import Case
+
+COMPILE = "compile"
+FIXES = {COMPILE: "torch.compile"}
+"""Fixes that several rules suggest, with their names."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Two or more findings with one fix."""
+
+    id: str  # one of `FIXES`
+    fix: str
+    findings: tuple[str, ...]  # ids, the largest saving first
+    saving_ns: float  # of all of them together: no loss counts twice
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.id, "fix": self.fix, "findings": list(self.findings), "saving_ms": self.saving_ns / 1e6}
+
+
+def grouped(case: Case, claims: Claims, found: Sequence[Finding], kept: Sequence[Finding]) -> list[Group]:
+    """Return the groups of two or more kept findings; `found` are the same before their savings were cut."""
+    groups = []
+    changes: dict[str, list[Saving]] = {}
+    for finding in found:
+        if finding.group and isinstance(finding.saving_ns, Saving):
+            changes.setdefault(finding.group, []).append(finding.saving_ns)
+    for name, savings in changes.items():
+        members = sorted((one for one in kept if one.group == name), key=by_saving)
+        if len(members) < 2:
+            continue
+        together = case.saving_ns(merged([saving.change for saving in savings]))
+        # As a finding, the whole group can claim no more than the rows that it stands on.
+        one = claims.claimed(replace(members[0], saving_ns=together, rows=()))
+        each = [member.saving_ns or 0.0 for member in members]
+        saving_ns = min(max(one.saving_ns or 0.0, *each), sum(each))
+        groups.append(Group(name, FIXES[name], tuple(member.id for member in members), saving_ns))
+    return groups
+
+
+def by_saving(finding: Finding) -> tuple[float, float, str]:
+    return -(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id
+
+
+def ranked(findings: Sequence[Finding], groups: Sequence[Group], last: str) -> list[Finding]:
+    """Return the findings by what their fix saves. Each fix comes once before any comes again; `last` names no fix."""
+    together = {group.findings[0]: group.saving_ns for group in groups}
+    again = {id for group in groups for id in group.findings[1:]}
+
+    def key(finding: Finding) -> tuple[Any, ...]:
+        saving_ns, *rest = by_saving(finding)
+        return finding.id == last, finding.id in again, min(saving_ns, -together.get(finding.id, 0.0)), *rest
+
+    return sorted(findings, key=key)
+
+
+def merged(changes: Sequence[Change]) -> Change:
+    """Return all changes as one. Work that one of them keeps in a shorter form is kept."""
+    durations: dict[int, float] = {}
+    for change in changes:
+        for event, ns in change.duration_ns.items():
+            durations[event] = min(ns, durations.get(event, ns))
+    gone = frozenset[int]().union(*(change.gone for change in changes)) - durations.keys()
+    host = [change.host for change in changes if change.host is not None and change.host.height]
+    unwaited = frozenset[int]().union(*(change.unwaited for change in changes))
+    return Change(duration_ns=durations, gone=gone, host=_shrunk(host) if host else None, unwaited=unwaited)
+
+
+def _shrunk(stretches: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Return disjoint stretches of host time, each with the least `factor` of those that cover it."""
+    times = pl.concat([part[name] for part in stretches for name in ("start_ns", "end_ns")]).unique().sort()
+    pieces = pl.DataFrame({"start_ns": times[:-1], "end_ns": times[1:]})
+    left = pl.Series([1.0] * pieces.height)
+    for part in stretches:
+        cover = part.select("start_ns", pl.col("end_ns").alias("until_ns"), "factor").sort("start_ns")
+        found = pieces.join_asof(cover, on="start_ns", check_sortedness=False)
+        factor = pl.when(pl.col("until_ns") >= pl.col("end_ns")).then("factor").otherwise(1.0)
+        left = pl.select(pl.min_horizontal(left, found.select(factor.fill_null(1.0)).to_series())).to_series()
+    return pieces.with_columns(left.alias("factor")).filter(pl.col("factor") < 1)
