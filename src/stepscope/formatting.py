@@ -47,6 +47,17 @@ def duration(ns: float, digits: int = 4) -> str:
     return f"{significant(ns / 1e9, digits)} s"
 
 
+def duration_range(low_ns: float, high_ns: float) -> str:
+    """A range of times, with one unit if both have the same.
+
+    >>> duration_range(9_650_000, 14_480_000), duration_range(800_000, 2_000_000)
+    ('9.65 to 14.5 ms', '800 µs to 2.00 ms')
+    """
+    low, high = duration(low_ns, 3), duration(high_ns, 3)
+    number, unit = low.split()
+    return f"{number} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
+
+
 def percent(share: float) -> str:
     """A share in per cent.
 

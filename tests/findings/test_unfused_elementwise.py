@@ -140,14 +140,15 @@ def test_casts_belong_to_a_run_and_a_weight_s_is_moved_on_its_own():
     )
 
 
-def test_on_a_host_that_is_late_the_compiler_saves_no_launches():
+def test_on_a_host_that_is_late_the_compiler_saves_launches():
     def pointwise(names: str) -> list:
         program = Program(pace=100)
         for name in names.split():
             program.op(f"aten::{name}", [[64, 64], []], 5)
         return unfused_elementwise(program.case())
 
-    assert pointwise("neg exp neg exp neg exp") == []
+    (merged,) = pointwise("neg exp neg exp neg exp")
+    assert merged.saving_ns == pytest.approx(5 * 100_000, rel=0.05), "five of six launches"
     assert pointwise("pow mul add mul tanh add mul")[0].saving_ns > 500_000, "F.gelu is one launch"
 
 

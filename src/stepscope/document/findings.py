@@ -1,6 +1,7 @@
 """Builds the findings of a diagnosis, and the answer to a what-if, as documents."""
 
 import shlex
+from collections.abc import Sequence
 
 from stepscope.document.ledger import ledger_parts, limit_text
 from stepscope.document.model import Document, Fact, Facts, FindingCard, Findings, Part, Section, Table
@@ -8,8 +9,9 @@ from stepscope.document.tables import columns_of
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding, saving_texts
 from stepscope.findings.fixes import FIXES
+from stepscope.findings.groups import Group
 from stepscope.findings.what_if import WhatIf
-from stepscope.formatting import duration, percent, plural
+from stepscope.formatting import duration, duration_range, percent, plural
 
 MUCH_UNCLAIMED = 0.1  # of a step; a step that loses more for unknown reasons is not healthy
 LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a problem, even if no rule names it
@@ -34,7 +36,7 @@ def findings_part(diagnosis: Diagnosis, recording: str | None = None) -> Finding
         reasons.setdefault(one.reason, []).append(one.id)
     return Findings(
         headline=diagnosis.binds,
-        cards=tuple(_card(finding, diagnosis.step_ns, recording) for finding in diagnosis.findings),
+        cards=tuple(_card(finding, diagnosis, recording) for finding in diagnosis.findings),
         summary=_summary(diagnosis),
         passed=tuple(diagnosis.clean),
         unchecked=tuple((reason, tuple(ids)) for reason, ids in reasons.items()),
@@ -61,17 +63,31 @@ def _summary(diagnosis: Diagnosis) -> str:
     return f"{idle} {checks} Run `stepscope analyze` to see where the idle time is."
 
 
-def _card(finding: Finding, step_ns: float | None, recording: str | None) -> FindingCard:
+def _shared(finding: Finding, groups: Sequence[Group]) -> str | None:
+    """Return which findings have the same fix and what it saves in total; None if there are none."""
+    group = next((group for group in groups if finding.id in group.findings), None)
+    if group is None:
+        return None
+    if finding.id != group.findings[0]:
+        return f"{group.fix}, as for {group.findings[0]}: do not add the savings"
+    saving = duration_range(group.saving_low_ns, group.saving_high_ns)
+    others = ", ".join(group.findings[1:])
+    return f"{group.fix} is the fix for {others} too: {saving} in total (expected: {duration(group.saving_ns, 3)})"
+
+
+def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> FindingCard:
     prove = None
     if recording is not None and finding.id in FIXES and finding.is_provable:
         prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
-    saving, saving_of = saving_texts(finding, step_ns)
+    saving, saving_of = saving_texts(finding, diagnosis.step_ns)
+    shared = _shared(finding, diagnosis.groups)
     tables = []
     for number, found in enumerate(finding.evidence):
         if found.rows:
             columns = {name: [row.get(name) for row in found.rows] for name in found.rows[0]}
             tables.append(Table(f"{finding.id}-{number}", found.table, columns, num_shown=3))
-    return FindingCard(**vars(finding), saving=saving, saving_of=saving_of, prove=prove, tables=tuple(tables))
+    texts = {"saving": saving, "saving_of": saving_of, "shared": shared, "prove": prove}
+    return FindingCard(**vars(finding), **texts, tables=tuple(tables))
 
 
 def what_if_document(answer: WhatIf) -> Document:

@@ -76,6 +76,7 @@ class FindingCard(Finding):
 
     saving: str  # what the fix saves: `up to 3.43 ms`, `1.20 GiB`, `unknown`
     saving_of: str  # what that is of: `per step (5.1 %) and 1.20 GiB of the peak`, `of the peak`
+    shared: str | None  # findings with the same fix, and what it saves in total
     prove: str | None  # the command that tries the fix; None if it cannot be applied from outside
     tables: tuple[Table, ...]  # the evidence
 

@@ -16,6 +16,7 @@ from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Finding
 from stepscope.findings.groups import Group, grouped, ranked
 from stepscope.findings.rule import RULES
+from stepscope.findings.saving_interval import COVERAGE, with_interval
 from stepscope.findings.unclaimed import UNCLAIMED, unclaimed_time
 from stepscope.formatting import whole_percent
 from stepscope.session.case import Case
@@ -68,6 +69,7 @@ class Diagnosis(Shown):
             "gpu_busy_share": self.gpu_busy_share,
             "warnings": list(self.warnings),
             "findings": [finding.to_json() for finding in self.findings],
+            "interval_coverage": COVERAGE,
             "groups": [group.to_json() for group in self.groups],
             "clean": list(self.clean),
             "unchecked": [asdict(one) for one in self.unchecked],
@@ -116,11 +118,12 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         claimed = [claims.claimed(finding) for finding in findings]
         found, findings = findings, [finding for finding in claimed if _is_kept(finding, case)]
         groups = grouped(case, claims, found, findings)
+        findings = [with_interval(finding, ledger) for finding in findings]
         clean += sorted({one.id for one in claimed} - {one.id for one in findings})
         unclaimed_ns = sum(claims.unclaimed().values())
         if UNCLAIMED not in suppressed:
             unexplained = unclaimed_time(case, claims)
-            findings += unexplained
+            findings += [with_interval(finding, ledger) for finding in unexplained]
             clean += [] if unexplained else [UNCLAIMED]
     except Unavailable as reason:
         unchecked += [] if UNCLAIMED in suppressed else [Unchecked(UNCLAIMED, str(reason))]

@@ -154,7 +154,7 @@ class _Terminal:
         first, *rest = wrapped(f"{title}   {saving}   {card.confidence} confidence", self.width, "", "   ")
         yield from [f"{self.bold(title)}{first[len(title) :]}", *rest]
         yield from wrapped(card.sentence, self.width, "   ", "   ")
-        fields = {"Fix": card.fix, "Prove it": card.prove, "Derived from": card.derived}
+        fields = {"Fix": card.fix, "Same fix": card.shared, "Prove it": card.prove, "Derived from": card.derived}
         for label, text in {**fields, "How to check": card.falsified_by}.items():
             if text:
                 first, *rest = wrapped(text, self.width, f"   {label:<{_LABEL}}", " " * (3 + _LABEL))

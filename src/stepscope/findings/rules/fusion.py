@@ -138,3 +138,49 @@ def _fix(case: Case) -> str:
     if optimizers and not named:
         return f"torch.compile(optimizer.step)  # {optimizers[0]} has no fused version"
     return f"torch.optim.{(named or _WITH_FUSED)[0]}(model.parameters(), fused=True)"
+
+
+_LEAST_REPEATS = 32  # of an op per step; fewer are not a loop over a model's parameters
+_LEAST_SHAPES = 3  # parameters have several shapes, steps of a loop over time have one
+_FOREACH = "torch._foreach_lerp_(averages, parameters, 1 - decay)  # one call for all tensors; or torch._foreach_"
+
+
+@rule
+def parameter_loop(case: Case) -> list[Finding]:
+    """Does a Python loop of your own launch kernels for one parameter after the other?"""
+    case.with_shapes()
+    if case.account.phase_source == "none":
+        raise Unavailable("The trace does not show where forward, backward and optimizer run.")
+    own = case.work.filter(
+        pl.col("phase") == "other", pl.col("class") == "elementwise", pl.col("op") == pl.col("root_op")
+    )
+    own = own.with_columns(pl.col("op", "shapes").cast(pl.String)).filter(
+        ~pl.col("op").str.contains("_foreach_|_fused_")
+    )
+    is_loop = (pl.len() >= _LEAST_REPEATS * case.num_steps) & (pl.col("shapes").n_unique() >= _LEAST_SHAPES)
+    looped = own.filter(is_loop.over("op"))
+    if looped.is_empty():
+        return []
+    # A foreach call moves the same bytes in a few launches.
+    durations: dict[int, float] = {}
+    for _, part in looped.group_by("op", "step", maintain_order=True):
+        now_ns = float(part["duration_ns"].sum())
+        durations[part["event"][0]] = min(now_ns, traffic_ns(case.device, int(part["bytes"].sum() or 0)))
+    gone = looped.filter(~pl.col("event").is_in(list(durations)))["event"]
+    saving_ns = case.saving_ns(case.without(gone, durations, is_loop=True))
+    if not case.is_worth(saving_ns):
+        return []
+    table = case.grouped(looped, "num_kernels", "op", more=[pl.col("shapes").n_unique().alias("num_shapes")])
+    names = ", ".join(op.removeprefix("aten::") for op in table["op"].head(3))
+    return one_finding(
+        sentence=f"A Python loop between backward and forward calls {names} for one tensor after the other: "
+        f"{case.number_text(looped, 'kernel')} per step take {case.cost_text(looped)} on the GPU, and longer to launch.",
+        fix=f"{_FOREACH}{str(table['op'][0]).removeprefix('aten::')}",
+        saving_ns=saving_ns,
+        derived="the step replayed with one kernel per op, which moves the same bytes at 85 % of the device's bandwidth, "
+        "and without the host's time for the others",
+        confidence="medium",
+        falsified_by="use the foreach function; the finding is wrong if the step is not faster",
+        places=case.places(looped["event"]),
+        evidence=(Evidence("ops of the loop", table.head(8).to_dicts()),),
+    )

@@ -289,6 +289,8 @@ def _findings(part: Findings, detail: Detail) -> Iterator[str]:
         name, sentence = escaped(card.id.replace("_", " ")), escaped(card.sentence, detail.num_text)
         yield from ("", f"{number}. **{name}** {saving}, {card.confidence} confidence: {sentence}")
         yield f"   <br>Fix: {code(card.fix, detail.num_text)}"
+        if card.shared is not None:
+            yield f"   <br>Same fix: {escaped(card.shared)}"
         if card.prove is not None:
             yield f"   <br>Prove it: {code(card.prove, 400)}"
     yield from _more(len(part.cards), detail.num_items, "more finding")

@@ -182,6 +182,8 @@ def findings_html(part: Findings, has_timeline: bool) -> str:
 
 def _card(card: FindingCard, has_timeline: bool) -> str:
     rows = [("fix", f"<pre><code>{escape(card.fix)}</code></pre>")]
+    if card.shared is not None:
+        rows.append(("same fix", f"<p>{escape(card.shared)}</p>"))
     if card.prove is not None:
         rows.append(("prove it", f"<pre><code>{escape(card.prove)}</code></pre>"))
     if card.derived:

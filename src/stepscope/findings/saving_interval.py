@@ -1,0 +1,60 @@
+"""Intervals of savings: how far measured savings lay from those that had been expected.
+
+The factors come from planted causes whose saving was measured, by what bounds the step
+(`benchmarks/intervals.py`, docs/diagnose.md#intervals).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import quantiles
+
+from stepscope.analysis.time.ledger import LIMIT, ROWS, Ledger
+from stepscope.findings.finding import Finding
+
+COVERAGE = 0.9  # of unknown cases, the share whose saving should be within its interval
+GPU, HOST, MEASURED = "gpu", "host", "measured"
+FACTORS = {GPU: (0.7, 1.5), HOST: (0.8, 2.0), MEASURED: (0.8, 1.2)}
+"""Measured ÷ expected savings: if the GPU is busy for nearly all of the step; if it also waits for its host, whose
+speed without the profiler is known less well; and of time that a recording measured without the profiler."""
+_BUSY_SHARE = 0.9
+_MEASURED_ROWS = ("between_steps", "slow_steps")
+
+
+def kind_of(finding: Finding, ledger: Ledger) -> str:
+    """Return a key of `FACTORS`."""
+    measured_ns = sum(finding.claims.get(row, 0.0) for row in _MEASURED_ROWS)
+    if measured_ns > sum(finding.claims.values()) / 2:
+        return MEASURED
+    rows = {row: ns for row, ns in ledger.parts.items() if row not in _MEASURED_ROWS}
+    idle_ns = sum(ns for row, ns in rows.items() if row.startswith("idle_") and row != "idle_queued")
+    return GPU if idle_ns <= (1 - _BUSY_SHARE) * sum(rows.values()) else HOST
+
+
+def interval_ns(finding: Finding, ledger: Ledger) -> tuple[float, float]:
+    """Return what a finding saves at least and at most, in ns per step, in `COVERAGE` of cases."""
+    low, high = FACTORS[kind_of(finding, ledger)]
+    saving_ns = finding.saving_ns or 0.0
+    # The least time that the work needs is no one's to save, except of work that the fix removes.
+    claimed_ns = sum(ns for row, ns in finding.claims.items() if ROWS[row][0] == LIMIT)
+    most_ns = ledger.step_ns - ledger.per_step_ns(LIMIT) + claimed_ns
+    return low * saving_ns, max(saving_ns, min(high * saving_ns, most_ns))
+
+
+def with_interval(finding: Finding, ledger: Ledger) -> Finding:
+    if finding.saving_ns is None:
+        return finding
+    low_ns, high_ns = interval_ns(finding, ledger)
+    return replace(finding, saving_low_ns=low_ns, saving_high_ns=high_ns)
+
+
+def fitted(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the factors that `COVERAGE` of some measured ÷ expected savings lie between; any, for fewer than five.
+
+    >>> fitted([0.8, 0.9, 1.0, 1.1, 1.2])
+    (0.82, 1.18)
+    """
+    if len(ratios) < 5:
+        return 0.0, float("inf")
+    outside = round(2 / (1 - COVERAGE))
+    cuts = quantiles(ratios, n=outside, method="inclusive")
+    return round(cuts[0], 3), round(cuts[-1], 3)
