@@ -5,9 +5,9 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.attainable_rates import scatter_ns
+from stepscope.analysis.costs.attainable_rates import scatter_ns, traffic_ns
 from stepscope.analysis.costs.op_calls import Tensor
-from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.costs.op_costs import COLUMNS, op_tensors, operands
 from stepscope.analysis.kernels.product_loops import Looped, Padded, looped_experts, padded_experts, routers
 from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, rule
 from stepscope.formatting import plural, size, whole_percent
@@ -141,6 +141,8 @@ _SCATTERS: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 # A scatter slower than this many times a good one is serialized. For advanced indexing, the estimate is more exact.
 _FAR, _FAR_OF_INDEXING = 4.0, 2.0
+_FEW_ROWS = 64  # a one-hot product adds to a table this small in one pass over the values
+_LOOKUPS = ("aten::gather", "aten::index_select", "aten::embedding")
 _FIXES = {
     "index_put": "F.embedding(index, x) instead of x[index]",
     "embedding": "torch.compile(model), or one_hot(index).T @ gradient if the table is small",
@@ -156,6 +158,7 @@ def serialized_scatter(case: Case) -> list[Finding]:
     # A call is the outermost of these ops: index_put_ calls its implementation, which sorts first.
     work = case.work.with_columns(pl.col("op").cast(pl.String), pl.col("root_op").cast(pl.String))
     calls = work.filter(pl.col("op").is_in(list(_SCATTERS)), pl.col("kind") == "kernel")
+    num_rows = _table_rows(work)
     durations: dict[int, float] = {}
     gone: list[int] = []
     rows: list[dict[str, Any]] = []
@@ -167,7 +170,10 @@ def serialized_scatter(case: Case) -> list[Finding]:
             continue
         added, moved, num_indices = sizes
         good_ns = scatter_ns(case.device, moved, num_indices)
-        if now_ns < (_FAR_OF_INDEXING if "index_put" in first["op"] else _FAR) * good_ns:
+        is_few = num_rows.get(added, _FEW_ROWS + 1) <= _FEW_ROWS and "embedding" in first["op"]
+        if is_few:
+            good_ns = traffic_ns(case.device, added)
+        if now_ns < (_FAR_OF_INDEXING if is_few or "index_put" in first["op"] else _FAR) * good_ns:
             continue
         durations[first["event"]] = good_ns
         gone += [event for event in part["event"] if event != first["event"]]
@@ -192,12 +198,25 @@ def serialized_scatter(case: Case) -> list[Finding]:
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed with each done like embedding's backward: sort the indices, read the values once, "
-        "read and write the target rows, at 40 % of the device's bandwidth",
+        "read and write the target rows, at 40 % of the device's bandwidth; into a table of a few rows, by one pass over "
+        "the values, as a one-hot product does",
         confidence="high" if share < 0.05 else "medium",
         falsified_by="make all indices different; the finding is wrong if the scatter is not faster",
         places=case.places([*durations, *gone]),
         evidence=(Evidence("scatters far below the bandwidth", table.head(8).to_dicts()),),
     )
+
+
+def _table_rows(work: pl.DataFrame) -> dict[int, int]:
+    """Return the rows of the tables that lookups read, by the bytes of what they return."""
+    found: dict[int, int] = {}
+    looked_up = work.filter(pl.col("op").is_in(list(_LOOKUPS)))
+    for op, *texts in set(looked_up.select("op", pl.col(COLUMNS[1:]).cast(pl.String)).iter_rows()):
+        given, tensors = operands(texts[0], texts[1]), op_tensors(op, *texts)
+        if tensors and tensors[1] and isinstance(given[0], Tensor) and len(given[0].shape) == 2:
+            num_bytes = tensors[1][0].num_bytes or 0
+            found[num_bytes] = max(given[0].shape[0], found.get(num_bytes, 0))
+    return found
 
 
 def _sizes(row: dict[str, Any]) -> tuple[int, int, int] | None:
