@@ -12,6 +12,7 @@ from stepscope.findings.fixes import FIXES
 from stepscope.findings.groups import Group
 from stepscope.findings.what_if import WhatIf
 from stepscope.formatting import duration, duration_range, percent, plural
+from stepscope.session.case import ABOUT_CPUS, ABOUT_GPUS
 
 MUCH_UNCLAIMED = 0.1  # of a step; a step that loses more for unknown reasons is not healthy
 LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a problem, even if no rule names it
@@ -55,7 +56,9 @@ def _summary(diagnosis: Diagnosis) -> str:
                 f"No single cause found, but {percent(share)} of the step is lost in small parts (see the ledger)."
             )
         found = f"{found} {limit_text(diagnosis.ledger)}"
-    checks = f"{plural(len(diagnosis.clean), 'check')} passed, {len(diagnosis.unchecked)} could not run."
+    others = sum(one.reason in (ABOUT_GPUS, ABOUT_CPUS) for one in diagnosis.unchecked)
+    checks = f"{plural(len(diagnosis.clean), 'check')} passed, {len(diagnosis.unchecked) - others} could not run"
+    checks += f", {others} do not apply." if others else "."
     busy = diagnosis.gpu_busy_share
     if diagnosis.findings or busy is None or busy >= LOW_BUSY_SHARE:
         return f"{found} {checks}"

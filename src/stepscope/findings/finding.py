@@ -45,8 +45,8 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """Return the object for `--json` (docs/diagnose.md)."""
         fields = asdict(self)
-        order = ("id", "sentence", "saving_ms", "saving_low_ms", "saving_high_ms", "saving_bytes", "upper_bound", "confidence", "fix", "derived",
-                 "falsified_by", "group", "claims", "places", "evidence")  # fmt: skip
+        order = ("id", "sentence", "saving_ms", "saving_low_ms", "saving_high_ms", "saving_bytes", "upper_bound",
+                 "confidence", "fix", "derived", "falsified_by", "group", "claims", "places", "evidence")  # fmt: skip
         fields["claims"] = {f"{row}_ms": ns / 1e6 for row, ns in self.claims.items()}
         for name in ("saving", "saving_low", "saving_high"):
             ns = fields.pop(f"{name}_ns")

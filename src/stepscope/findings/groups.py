@@ -65,7 +65,7 @@ def by_saving(finding: Finding) -> tuple[float, float, str]:
 
 
 def ranked(findings: Sequence[Finding], groups: Sequence[Group], last: str) -> list[Finding]:
-    """Return the findings by what their fix saves. Each fix comes once before any comes again; `last` names no fix."""
+    """Return the findings by what their fix saves. Each fix comes once before any again; `last` has none."""
     together = {group.findings[0]: group.saving_ns for group in groups}
     again = {id for group in groups for id in group.findings[1:]}
 

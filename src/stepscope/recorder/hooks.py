@@ -34,7 +34,7 @@ def install(loop: Loop, probes: Probes) -> list[Handle]:
         *_optimizer_hooks(loop),
         _scaler_patch(loop),
         *_backward_patches(loop),
-        *_data_patches(loop),
+        *_data_patches(loop, probes),
         *_profiler_patches(loop, probes),
         *_script_patches(loop),
         _replica_patch(),
@@ -142,7 +142,10 @@ def _backward_patches(loop: Loop) -> list[Handle]:
     ]
 
 
-def _data_patches(loop: Loop) -> list[Handle]:
+_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
+
+
+def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
     usual = loop.usual
 
     def begins(starts: Callable[[Any], bool], one: Any) -> After | None:
@@ -155,6 +158,7 @@ def _data_patches(loop: Loop) -> list[Handle]:
 
     def makes_iterator(loader: Any) -> bool:
         loop.num_prefetched = max(loop.num_prefetched, loader.num_workers * (loader.prefetch_factor or 0))
+        probes.facts.setdefault("loader", {name: getattr(loader, name) for name in _LOADER})
         return True
 
     # Making an iterator and waiting for its first batch happens once an epoch: with workers, it can take seconds.

@@ -16,7 +16,13 @@ from stepscope.recorder.compiler.compile_watch import CompilerProbe
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.memory_window import MemoryProbe
 from stepscope.recorder.machine.counters import CounterSampler
-from stepscope.recorder.machine.environment import environment_facts, float32_matmul, gpu_uuid, memory_facts
+from stepscope.recorder.machine.environment import (
+    environment_facts,
+    float32_matmul,
+    gpu_uuid,
+    memory_facts,
+    speed_flags,
+)
 from stepscope.recorder.machine.nvml import NvmlUnavailable
 from stepscope.recorder.model import is_compiled, parameter_facts
 from stepscope.recorder.precision.settings import precision_settings
@@ -24,7 +30,7 @@ from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.trace_window import TraceProbe
 from stepscope.recorder.wall import pass_on
 
-WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision")
+WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision", "padding", "flags")
 """Facts that the windows find; notes about them belong to the same windows."""
 
 
@@ -85,6 +91,7 @@ class Probes:
             return
         self.facts["memory"] = memory_facts(self.device)
         self.facts["precision"] = precision_settings()
+        self.facts["flags"] = speed_flags()
         self._float32_matmul = float32_matmul(self.device)
         parameters = [p for module in roots for p in module.parameters()]
         if not parameters:  # a compiled function hides its modules, but the optimizers have the parameters
@@ -169,6 +176,7 @@ class Probes:
         if ledger is not None:
             self.facts["flops"] = ledger.flops(self.compiler.used)
             self.facts["attention"] = self.memory.take_attention()
+            self.facts["padding"] = ledger.padding.table()
 
     def forget_windows(self) -> None:
         """Drop what the windows found, with its notes and files: it belongs to discarded steps."""

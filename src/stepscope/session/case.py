@@ -38,6 +38,8 @@ from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03  # the share of a step that a finding must save to be reported
+ABOUT_GPUS = "These checks are about GPUs."
+ABOUT_CPUS = "These checks are about training on a CPU."
 LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
 _MOST_PROFILER_NS = 20_000.0
 
@@ -70,6 +72,12 @@ class Case:
     @property
     def has_recording(self) -> bool:
         return self._recording is not None
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether a recording shows that training ran on a CPU."""
+        facts = self._recording.facts if self._recording is not None else {}
+        return (facts.get("environment") or {}).get("device") == "cpu"
 
     @cached_property
     def summary(self) -> Summary:
@@ -142,6 +150,8 @@ class Case:
     def device(self) -> Device:
         """The device and its peak rates."""
         name = device_name(self.linked)
+        if name is None and self.is_on_cpu:
+            raise Unavailable(ABOUT_GPUS)
         found = find_device(name) if name else None
         if found is None:
             raise Unavailable(
@@ -180,6 +190,11 @@ class Case:
         if not self.replay.events:
             if self.linked.trace.facts.is_cut_off:
                 raise Unavailable("The trace is cut off, and GPU work is written last. Record it again.")
+            if (
+                self._recording is not None
+                and (self._recording.facts.get("environment") or {}).get("device") == "cpu"
+            ):
+                raise Unavailable(ABOUT_GPUS)
             raise Unavailable("The trace has no GPU work. Record on a GPU, with ProfilerActivity.CUDA.")
         return self.all_work.filter(pl.col("event").is_in(self.replay.events))
 

@@ -26,6 +26,14 @@ class RecordingFacts(TypedDict, total=False):
     environment: dict[str, Any]
     """Versions, device name, threads, float32 matmul setting, environment variables that affect speed."""
     precision: dict[str, Any]  # torch's precision settings at the end of the clean window (docs/precision.md)
+    flags: dict[str, Any]
+    """Torch's switches that affect speed (`cudnn.benchmark`, `cudnn.deterministic`, `deterministic_algorithms`),
+    whether the CPU has instructions for bfloat16 (`cpu.bf16`), `num_threads` and `num_cores`."""
+    loader: dict[str, Any]
+    """The first DataLoader: `num_workers`, `prefetch_factor`, `pin_memory`, `persistent_workers`, `batch_size`."""
+    padding: dict[str, int] | None
+    """In the memory window, `num_positions` of the inputs, those in use (`num_used`), and `num_to_longest` if each
+    batch were padded to its longest row; null if the model reads no text."""
     steps: dict[str, Any]
     """`source` of the step boundaries (`step()`, `optimizer`, `update`, `forward`), `num_sources`, `num_steps`,
     `num_earlier` steps of models that were trained before, batches that may be `num_prefetched`, and
@@ -90,6 +98,17 @@ SCHEMA: dict[str, Any] = {
         **{"rank?": COUNT, "world_size?": COUNT, "variables?": _EACH_TEXT, "*": PLAIN},
     },
     "precision": {"*": PLAIN},
+    "flags": {
+        **dict.fromkeys(
+            ("cudnn.benchmark?", "cudnn.deterministic?", "deterministic_algorithms?", "cpu.bf16?"), FLAG
+        ),
+        **{"num_threads?": COUNT, "num_cores?": COUNT},
+    },
+    "loader": {
+        "num_workers?": COUNT, "prefetch_factor~": COUNT, "pin_memory~": FLAG, "persistent_workers~": FLAG,
+        "batch_size~": COUNT,
+    },
+    "padding": {"num_positions": COUNT, "num_used": COUNT, "num_to_longest": COUNT},
     "steps": {
         "source~": TEXT, "num_sources?": COUNT, "num_steps?": COUNT, "num_earlier?": COUNT, "num_prefetched?": COUNT,
         "num_lines_dropped?": COUNT,

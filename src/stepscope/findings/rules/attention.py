@@ -177,7 +177,7 @@ def handwritten_attention(case: Case) -> list[Finding]:
 
 
 def _one_kernel_per_run(case: Case, work: pl.DataFrame, products: dict[int, float]) -> dict[int, float]:
-    """Return the time of each attention by its first product: all products between two other ones are one attention."""
+    """Return the time of each attention by its first product: the products between two others are one attention."""
     is_other = (pl.col("call_flops") > 0) & ~pl.col("event").is_in(work["event"].implode())
     order = case.work.sort("start_ns", "event")
     runs = order.select("event", is_other.fill_null(False).cum_sum().alias("run"), "phase", "step")

@@ -198,8 +198,8 @@ def serialized_scatter(case: Case) -> list[Finding]:
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed with each done like embedding's backward: sort the indices, read the values once, "
-        "read and write the target rows, at 40 % of the device's bandwidth; into a table of a few rows, by one pass over "
-        "the values, as a one-hot product does",
+        "read and write the target rows, at 40 % of the device's bandwidth; into a table of a few rows, by one pass "
+        "over the values, as a one-hot product does",
         confidence="high" if share < 0.05 else "medium",
         falsified_by="make all indices different; the finding is wrong if the scatter is not faster",
         places=case.places([*durations, *gone]),

@@ -174,11 +174,12 @@ def parameter_loop(case: Case) -> list[Finding]:
     names = ", ".join(op.removeprefix("aten::") for op in table["op"].head(3))
     return one_finding(
         sentence=f"A Python loop between backward and forward calls {names} for one tensor after the other: "
-        f"{case.number_text(looped, 'kernel')} per step take {case.cost_text(looped)} on the GPU, and longer to launch.",
+        f"{case.number_text(looped, 'kernel')} per step take {case.cost_text(looped)} on the GPU, and longer to "
+        "launch.",
         fix=f"{_FOREACH}{str(table['op'][0]).removeprefix('aten::')}",
         saving_ns=saving_ns,
-        derived="the step replayed with one kernel per op, which moves the same bytes at 85 % of the device's bandwidth, "
-        "and without the host's time for the others",
+        derived="the step replayed with one kernel per op, which moves the same bytes at 85 % of the device's "
+        "bandwidth, and without the host's time for the others",
         confidence="medium",
         falsified_by="use the foreach function; the finding is wrong if the step is not faster",
         places=case.places(looped["event"]),

@@ -8,7 +8,7 @@ from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable
 from stepscope.formatting import duration, plural
 from stepscope.session.case import WORTH_SHARE
 
-_FIX = "DataLoader(dataset, num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)"
+_FIX = "DataLoader(dataset, num_workers=4, pin_memory=True, persistent_workers=True)  # one worker per spare core"
 _CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"
 _WORTH_WITHOUT_GPU = 0.2  # of a step; on a CPU, workers compete with training for the same cores
 
@@ -17,6 +17,32 @@ _WORTH_WITHOUT_GPU = 0.2  # of a step; on a CPU, workers compete with training f
 def waiting_for_data(case: Case) -> list[Finding]:
     """Does the step wait for its data?"""
     return _in_trace(case) if case.has_gpu_work else _in_samples(case)
+
+
+def _loader_fix(case: Case, waited_ns: float) -> str:
+    """Return the change of the DataLoader that its own figures ask for."""
+    facts = case.recording.facts if case.has_recording else {}
+    loader = facts.get("loader") or {}
+    workers, cores = loader.get("num_workers"), (facts.get("flags") or {}).get("num_cores")
+    if workers is None:
+        return _FIX
+    spare = max(1, (cores or 8) - 1)
+    if not workers:
+        if cores == 1:
+            return (
+                "prepare the batches once and store them: there is one core, which workers would share with training"
+            )
+        return f"DataLoader(..., num_workers={min(spare, 8)}, persistent_workers=True)  # now 0: training loads it"
+    # Workers that are always busy give one batch per step: more of them, for a step without the wait.
+    wanted = -(-workers * case.step_ns // max(1.0, case.step_ns - waited_ns))
+    if wanted <= spare:
+        return (
+            f"DataLoader(..., num_workers={wanted:.0f})  # now {workers}, which keep up with {workers / wanted:.0%}"
+        )
+    return (
+        f"make the dataset cheaper (decode and resize once, store arrays): {workers} workers on {cores or 'these'} "
+        f"cores do not keep up, and {wanted:.0f} would not fit"
+    )
 
 
 def _in_trace(case: Case) -> list[Finding]:
@@ -28,14 +54,15 @@ def _in_trace(case: Case) -> list[Finding]:
     is_loader = waits["phase"].eq_missing("data").any()
     preparing = waits.filter(pl.col("num_ops") >= MANY_OPS, pl.col("phase").ne_missing("data"))
     is_preparing = 2 * preparing.select(LENGTH).sum().item() > wait_ns
-    what, fix = "before the forward with no op running, most likely for data", _FIX
+    fix = _loader_fix(case, wait_ns / case.num_steps)
+    what = "before the forward with no op running, most likely for data"
     if is_preparing:
         num_ops = float(preparing["num_ops"].sum()) / case.num_steps
         what = (
             f"while the host prepares the batch on the CPU, in {plural(num_ops, 'op')}, mostly "
             f"{preparing.sort(LENGTH, descending=True)['most_op'][0]}"
         )
-        fix = f"do it in workers, in the dataset or the collate_fn: {_FIX}"
+        fix = f"do it in workers, in the dataset or the collate_fn: {fix}"
     elif is_loader:
         what = "for the DataLoader"
     rows = waits.select("step", "phase", "num_ops", "most_op", LENGTH).head(8).to_dicts()
@@ -67,7 +94,7 @@ def _in_samples(case: Case) -> list[Finding]:
     return one_finding(
         sentence=f"Training waits {case.cost_text(waited_ns)} {what}, on average over the typical steps "
         f"among {summary.num_clean} clean ones.",
-        fix=_FIX,
+        fix=_loader_fix(case, waited_ns),
         saving_ns=waited_ns,
         upper_bound=True,
         derived="the mean of the data phase; workers that share the CPU with training hide less of it",

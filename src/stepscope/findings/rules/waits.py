@@ -189,8 +189,8 @@ def synchronization(case: Case) -> list[Finding]:
         saving_ns=saving_ns,
         upper_bound=True,
         derived="the step replayed without these waits, the copies of single values, the ops that compute such "
-        "values one by one in a loop, and copied tensors with the host's time until its next launch; the host then runs "
-        "ahead as far as the GPU's own work allows"
+        "values one by one in a loop, and copied tensors with the host's time until its next launch; the host then "
+        "runs ahead as far as the GPU's own work allows"
         + ("; each op that indexes with a mask becomes one kernel and takes as much host time as a typical op"
            if by_mask else ""),
         confidence="high" if count >= 2 else "medium",
@@ -301,7 +301,7 @@ def pageable_copies(case: Case) -> list[Finding]:
         f"{case.cost_text(copied_ns / case.num_steps)}, in {case.number_text(copies, 'transfer')} at "
         f"{num_bytes / copied_ns:.1f} GB/s. The host waits {duration(case.total_ns(waits, pl.col('wait_ns')), 3)} "
         "of that.",
-        fix="DataLoader(dataset, pin_memory=True, num_workers=4); then batch.to(device, non_blocking=True)",
+        fix="DataLoader(..., pin_memory=True); then batch.to(device, non_blocking=True)",
         saving_ns=saving_ns,
         derived=f"the step replayed with these copies at {rate / 1e9:.0f} GB/s, as from pinned memory, and without "
         "the host's wait for them",

@@ -96,14 +96,14 @@ def split_products(case: Case) -> list[Finding]:
     one = most[0]
     return one_finding(
         sentence=f"{len(most)} narrow products in a row read the same {one['num_rows']:,} × {one['inner']:,} input "
-        f"({size(one['num_rows'] * one['inner'] * ITEM_BYTES.get(_dtype(one), 4))}) and write {one['num_columns']:,} columns "
-        f"each, {plural(len(runs) / case.num_steps, 'time')} per step. With their backward, and the sums of their "
+        f"({size(one['num_rows'] * one['inner'] * ITEM_BYTES.get(_dtype(one), 4))}) and write "
+        f"{one['num_columns']:,} columns each, {plural(len(runs) / case.num_steps, 'time')} per step. With their backward, and the sums of their "
         f"gradients, they take {case.cost_text(rows)}.",
         fix=f"one nn.Linear({one['inner']}, {sum(row['num_columns'] for row in most)}) for all of them, and split or "
         "reshape its result: all heads and q, k, v at once",
         saving_ns=saving_ns,
-        derived="the step replayed with one product of all columns at 60 % of the peak, forward and backward, and without "
-        "the sums of the input's gradients and the host's time for the others",
+        derived="the step replayed with one product of all columns at 60 % of the peak, forward and backward, and "
+        "without the sums of the input's gradients and the host's time for the others",
         confidence="medium",
         falsified_by="use one product; the finding is wrong if the products do not share their input",
         places=case.places(members),

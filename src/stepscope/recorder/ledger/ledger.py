@@ -19,6 +19,7 @@ from stepscope.recorder.frames import caller
 from stepscope.recorder.ledger import storages as owner
 from stepscope.recorder.ledger.flops import FlopTally, Op
 from stepscope.recorder.ledger.nodes import NodeModules, saved_bytes
+from stepscope.recorder.ledger.padding import Padding
 from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages, storage_key
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.modes import enter_below, leave
@@ -70,6 +71,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._nodes = NodeModules()
         self._backward_caller: str | None = None
         self.saved_error: str | None = None
+        self.padding = Padding()
         self._saved: dict[str | None, tuple[int, int]] = {}  # module -> bytes, tensors: the largest of all backwards
         self._storages = storages or Storages(self._stage)
         self._owns_storages = storages is None
@@ -129,6 +131,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def note_inputs(self, args: Any, kwargs: Any) -> None:
         self._storages.own(tensors_in((args, kwargs)), owner.INPUT, OUTSIDE)
+        self.padding.note(args, kwargs)
 
     def note_before(self, held: Iterable[tuple[torch.Tensor, str | None]], left_alive: bool = False) -> None:
         """Add tensors that exist before `start()`, with their holders. Call this first for those `left_alive`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepscope.recorder.machine.cpu import cpu_name
+from stepscope.recorder.machine.cpu import cpu_name, num_cores
 from stepscope.recorder.processes.rank import rank_and_world_size
 
 # Variables that affect the speed of a step. No others are recorded.
@@ -42,6 +42,24 @@ def environment_facts(device: int | None) -> dict[str, Any]:
         facts["num_visible_devices"] = torch.cuda.device_count()
         facts["driver"] = driver_version()
     return facts
+
+
+def speed_flags() -> dict[str, Any]:
+    """Return torch's switches that affect the speed of a step, by torch's names, and threads and cores."""
+    return {
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cpu.bf16": _computes_bfloat16(),
+        "num_threads": torch.get_num_threads(),
+        "num_cores": num_cores(),
+    }
+
+
+def _computes_bfloat16() -> bool:
+    """Return whether the CPU has instructions for bfloat16; without them, oneDNN emulates it and is slower."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name)() for name in names if hasattr(torch.cpu, name))
 
 
 def memory_facts(device: int | None) -> dict[str, int]:
