@@ -89,8 +89,9 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> Find
         if found.rows:
             columns = {name: [row.get(name) for row in found.rows] for name in found.rows[0]}
             tables.append(Table(f"{finding.id}-{number}", found.table, columns, num_shown=3))
-    texts = {"saving": saving, "saving_of": saving_of, "shared": shared, "prove": prove}
-    return FindingCard(**vars(finding), **texts, tables=tuple(tables))
+    return FindingCard(
+        **vars(finding), saving=saving, saving_of=saving_of, shared=shared, prove=prove, tables=tuple(tables)
+    )
 
 
 def what_if_document(answer: WhatIf) -> Document:

@@ -31,9 +31,9 @@ class RecordingFacts(TypedDict, total=False):
     whether the CPU has instructions for bfloat16 (`cpu.bf16`), `num_threads` and `num_cores`."""
     loader: dict[str, Any]
     """The first DataLoader: `num_workers`, `prefetch_factor`, `pin_memory`, `persistent_workers`, `batch_size`."""
-    padding: dict[str, int] | None
+    padding: dict[str, int]
     """In the memory window, `num_positions` of the inputs, those in use (`num_used`), and `num_to_longest` if each
-    batch were padded to its longest row; null if the model reads no text."""
+    batch were padded to its longest row; zeros if the model reads no text."""
     steps: dict[str, Any]
     """`source` of the step boundaries (`step()`, `optimizer`, `update`, `forward`), `num_sources`, `num_steps`,
     `num_earlier` steps of models that were trained before, batches that may be `num_prefetched`, and

@@ -16,8 +16,8 @@ def padding(case: Case) -> list[Finding]:
     facts = case.recording.facts
     if "padding" not in facts:
         raise Unavailable("The recording does not have the values of its inputs. Record it again: `stepscope run`.")
-    counted = facts.get("padding")
-    if not counted or not counted["num_positions"]:
+    counted = facts["padding"]
+    if not counted["num_positions"]:
         return []
     whole, used, to_longest = (counted[name] for name in ("num_positions", "num_used", "num_to_longest"))
     left = to_longest / whole

@@ -97,7 +97,8 @@ def split_products(case: Case) -> list[Finding]:
     return one_finding(
         sentence=f"{len(most)} narrow products in a row read the same {one['num_rows']:,} × {one['inner']:,} input "
         f"({size(one['num_rows'] * one['inner'] * ITEM_BYTES.get(_dtype(one), 4))}) and write "
-        f"{one['num_columns']:,} columns each, {plural(len(runs) / case.num_steps, 'time')} per step. With their backward, and the sums of their "
+        f"{one['num_columns']:,} columns each, {plural(len(runs) / case.num_steps, 'time')} per step. "
+        "With their backward, and the sums of their "
         f"gradients, they take {case.cost_text(rows)}.",
         fix=f"one nn.Linear({one['inner']}, {sum(row['num_columns'] for row in most)}) for all of them, and split or "
         "reshape its result: all heads and q, k, v at once",

@@ -33,10 +33,9 @@ class Padding:
             most = min(found, key=lambda one: one[1] / one[0])
             self._totals = [total + one for total, one in zip(self._totals, most)]
 
-    def table(self) -> dict[str, int] | None:
-        """Return positions, those in use, and those if each batch is padded to its longest; None without text."""
-        names = ("num_positions", "num_used", "num_to_longest")
-        return dict(zip(names, self._totals)) if self._totals[0] else None
+    def table(self) -> dict[str, int]:
+        """Return positions, those in use, and those if each batch is padded to its longest; zeros without text."""
+        return dict(zip(("num_positions", "num_used", "num_to_longest"), self._totals))
 
 
 def _counted(tensor: torch.Tensor) -> tuple[int, int, int] | None:

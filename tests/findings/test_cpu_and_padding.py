@@ -1,0 +1,148 @@
+"""Recordings on a CPU: threads, bfloat16, short ops, padding, and workers judged by the DataLoader's own figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from device_cases import BF16
+from host_cases import case_of
+from recorded_cases import recorded, run_script
+
+from stepscope.document.findings import findings_part
+from stepscope.errors import Unavailable
+from stepscope.findings.diagnose import diagnose
+from stepscope.findings.rules.cpu import cpu_float32, cpu_threads, small_cpu_ops
+from stepscope.findings.rules.padding import padding
+from stepscope.findings.rules.step_times import waiting_for_data
+from stepscope.session.case import Case
+from trace_builder import TraceBuilder
+
+FLAGS = {"num_threads": 8, "num_cores": 8, "cpu.bf16": False}
+
+
+@pytest.mark.parametrize(("threads", "cores", "wanted"), [(16, 8, 8), (1, 8, 8), (8, 8, None), (4, 8, None)])
+def test_threads_that_do_not_fit_the_cores(tmp_path, threads, cores, wanted):
+    found = cpu_threads(recorded(tmp_path, [10.0] * 20, flags={"num_threads": threads, "num_cores": cores}))
+
+    assert [one.fix.split("  #")[0] for one in found] == ([f"torch.set_num_threads({wanted})"] if wanted else [])
+    assert all(one.saving_ns is None for one in found), "what it saves is not known"
+
+
+def test_a_gpu_s_recording_has_other_rules(tmp_path):
+    with pytest.raises(Unavailable, match="about training on a CPU"):
+        cpu_threads(recorded(tmp_path, [10.0] * 20, is_gpu=True, flags=FLAGS))
+
+
+def test_a_recording_without_switches_cannot_be_checked(tmp_path):
+    with pytest.raises(Unavailable, match="Record it again"):
+        cpu_threads(recorded(tmp_path, [10.0] * 20))
+
+
+POSITIONS = {"num_positions": 1000, "num_used": 180, "num_to_longest": 200}
+
+
+def test_padding_costs_what_its_positions_cost(tmp_path):
+    (finding,) = padding(recorded(tmp_path, [10.0] * 20, padding=POSITIONS))
+
+    assert finding.saving_ns == pytest.approx(0.8 * 10_000_000)
+    assert "82 % of the 1,000 positions" in finding.sentence
+
+
+def test_texts_of_different_length_are_batched_by_length(tmp_path):
+    counted = {"num_positions": 1000, "num_used": 500, "num_to_longest": 1000}
+
+    (finding,) = padding(recorded(tmp_path, [10.0] * 20, padding=counted))
+
+    assert finding.saving_ns == pytest.approx(0.5 * 10_000_000)
+    assert "similar length" in finding.fix
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0), (1000, 950, 1000)])
+def test_little_padding_is_usual(tmp_path, counts):
+    assert padding(recorded(tmp_path, [10.0] * 20, padding=dict(zip(POSITIONS, counts)))) == []
+
+
+def test_a_recording_without_values_cannot_be_checked(tmp_path):
+    with pytest.raises(Unavailable, match="Record it again"):
+        padding(recorded(tmp_path, [10.0] * 20))
+
+
+@pytest.mark.parametrize(
+    ("loader", "cores", "advice"),
+    [
+        ({"num_workers": 0}, 8, "num_workers=7"),
+        ({"num_workers": 0}, 1, "store them"),
+        ({"num_workers": 2}, 16, "num_workers=4"),  # half of each step is a wait: twice as many
+        ({"num_workers": 6}, 8, "dataset cheaper"),
+        (None, None, "num_workers=4"),
+    ],
+)
+def test_workers_are_judged_by_the_loader_s_own_figures(tmp_path, loader, cores, advice):
+    facts = {"loader": loader, "flags": {"num_cores": cores, "num_threads": 1}} if loader else {}
+    case = recorded(tmp_path, [20.0] * 20, where="data", **facts)
+
+    (finding,) = waiting_for_data(case)
+
+    assert advice in finding.fix
+
+
+def traced(folder: Path, name: str, took: float, num: int, dtype: str = "float", **flags: object) -> Case:
+    """A recording of steps of 10 ms on a CPU, with a trace of two steps of 1 ms and so many ops in each."""
+    recorded(folder, [10.0] * 20, flags={**FLAGS, **flags})
+    trace = TraceBuilder()
+    for step in (0, 1):
+        trace.step(step + 1, 1000 * step, 1000)
+        for number in range(num):
+            shapes = {"Input Dims": [[8, 8], [8, 8]], "Input type": [dtype, dtype]}
+            trace.op(name, 1000 * step + (took + 1) * number, took, id=100 * step + number + 1, **shapes)
+    return case_of(trace, folder)
+
+
+def test_short_ops_cost_their_share(tmp_path):
+    (finding,) = small_cpu_ops(traced(tmp_path, "aten::add", 10, 40))
+
+    assert finding.saving_ns == pytest.approx(0.4 * 10_000_000)
+    assert "40 ops per step are shorter than 20" in finding.sentence
+
+
+@pytest.mark.parametrize(("took", "num"), [(10, 20), (25, 30)])
+def test_few_or_long_ops_are_fine(tmp_path, took, num):
+    assert small_cpu_ops(traced(tmp_path, "aten::add", took, num)) == []
+
+
+def test_products_in_float32_on_a_cpu_with_bfloat16(tmp_path):
+    (finding,) = cpu_float32(traced(tmp_path, "aten::mm", 50, 12, **{"cpu.bf16": True}))
+
+    assert finding.saving_ns == pytest.approx(0.6 / 2 * 10_000_000)
+
+
+def test_emulated_bfloat16_is_no_gain(tmp_path):
+    assert cpu_float32(traced(tmp_path / "emulated", "aten::mm", 50, 12)) == []
+    assert cpu_float32(traced(tmp_path / "low", "aten::mm", 50, 12, BF16, **{"cpu.bf16": True})) == []
+
+
+SCRIPT = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Embedding(50, 4), *[nn.Tanh() for _ in range(40)])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ids = torch.zeros(4, 32, dtype=torch.long)
+ids[:, :8] = torch.arange(1, 9)
+for _ in range(40):
+    model(ids).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_run_on_a_cpu_records_its_switches_and_its_padding(tmp_path):
+    case = run_script(tmp_path, SCRIPT, "--warmup", "2", "--clean", "5", "--exit-after")
+
+    facts = case.recording.facts
+    assert facts["padding"] == {"num_positions": 128, "num_used": 4 * 9, "num_to_longest": 4 * 9}, "one may be an end"
+    assert facts["flags"]["num_cores"] >= 1 and facts["flags"]["deterministic_algorithms"] is False
+    assert "loader" not in facts
+    diagnosis = diagnose(case)
+    assert "padding" in {one.id for one in diagnosis.findings}
+    assert "do not apply" in findings_part(diagnosis).summary
