@@ -12,7 +12,7 @@ from stepscope.errors import Unavailable
 from stepscope.findings.rules.fusion import parameter_loop
 from stepscope.findings.rules.padding import loss_scaling
 from stepscope.findings.rules.switches import torch_switches
-from stepscope.findings.rules.wide_and_narrow import float64_work, split_products
+from stepscope.findings.rules.wide_and_narrow import float64_work, product_order, split_products
 from stepscope.session.case import Case
 from trace_builder import TraceBuilder
 
@@ -89,6 +89,27 @@ def averaged(shapes: list[list[int]], op: str = "aten::lerp_", num: int = 48) ->
     return program
 
 
+def linear_attention(between: str | None = None, batch: int = 64) -> Program:
+    program = Program()
+    program.op("aten::bmm", [[batch, 4096, 64], [batch, 64, 4096]], 1000, BF16)
+    if between:
+        program.op(between, [[batch, 4096, 4096], []], 500, BF16)
+    program.op("aten::bmm", [[batch, 4096, 4096], [batch, 4096, 64]], 1000, BF16)
+    return program
+
+
+def test_a_product_of_three_in_the_order_of_least_work():
+    (finding,) = product_order(linear_attention().case())
+
+    assert finding.saving_ns == pytest.approx(2_000_000 * (1 - 64 * 64 * 8192 / (4096 * 4096 * 128)), rel=0.01)
+    assert "2 % of the FLOPs" in finding.sentence
+
+
+@pytest.mark.parametrize("between", ["aten::relu", "aten::_softmax"])
+def test_what_works_on_the_matrix_in_between_keeps_the_order(between):
+    assert product_order(linear_attention(between).case()) == []
+
+
 SHAPES = [[1024], [1024, 1024], [4096, 1024]]
 
 
@@ -120,7 +141,7 @@ def test_a_scaler_without_float16(dtype, num):
     assert all(one.saving_ns == pytest.approx(300_000, rel=0.01) for one in found)
 
 
-@pytest.mark.parametrize("rule", [float64_work, split_products, parameter_loop, loss_scaling])
+@pytest.mark.parametrize("rule", [float64_work, split_products, product_order, parameter_loop, loss_scaling])
 def test_without_shapes_they_cannot_be_checked(rule):
     with pytest.raises(Unavailable, match="record_shapes=True"):
         rule(without_shapes())

@@ -5,12 +5,12 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.attainable_rates import gemm_ns
+from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, gemm_ns
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, op_tensors, operands
 from stepscope.analysis.kernels.product_loops import tiled_products
 from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, rule
-from stepscope.formatting import plural, size
+from stepscope.formatting import plural, size, whole_percent
 
 _DOUBLE = "double"
 
@@ -154,4 +154,76 @@ def _sums(case: Case, runs: list[list[dict[str, Any]]]) -> list[int]:
         if nums.get(key):
             nums[key] -= 1
             found.append(event)
+    return found
+
+
+_LESS_WORK = 0.5  # of the FLOPs in the other order
+_SCALING = ("copy_cast", "memset_memcpy")
+
+
+@rule
+def product_order(case: Case) -> list[Finding]:
+    """Are three matrices multiplied in the order that makes a large one in between?
+
+    (q kᵀ) v is q (kᵀ v): the same result, if nothing but copies works on the matrix in between.
+    """
+    case.with_shapes()
+    pairs = _pairs(case)
+    durations: dict[int, float] = {}
+    gone: list[int] = []
+    for first, second, share in pairs:
+        work = case.work.filter(pl.col("root").is_in([first["root"], second["root"]]))
+        size_of = first["batch"] * first["num_rows"] * first["num_columns"]
+        moved = case.sized.filter(pl.col("event").is_in(work["event"].implode()), pl.col("class").is_in(_SCALING))
+        gone += [event for event, shape in moved.select("event", "shape").iter_rows() if prod(shape or ()) == size_of]
+        rows = work.filter(pl.col("flops") > 0).select("event", "duration_ns").iter_rows()
+        durations |= {event: max(LEAST_KERNEL_NS, ns * share) for event, ns in rows}
+    saving_ns = case.saving_ns(case.without(gone, durations))
+    if not case.is_worth(saving_ns):
+        return []
+    first, second, share = pairs[0]
+    events = [*durations, *gone]
+    rows = case.work.filter(pl.col("event").is_in(events)).with_columns(
+        pl.col("op", "shapes", "phase").cast(pl.String)
+    )
+    wide = f"{first['num_rows']:,} × {first['num_columns']:,}"
+    return one_finding(
+        sentence=f"{plural(len(pairs) / case.num_steps, 'time')} per step, two products make a {wide} matrix and "
+        f"multiply it at once by another, with nothing in between. Forward and backward take {case.cost_text(rows)}. "
+        f"In the other order they need {whole_percent(share)} of the FLOPs.",
+        fix="q @ (k.transpose(-2, -1) @ v) instead of (q @ k.transpose(-2, -1)) @ v; or torch.linalg.multi_dot",
+        saving_ns=saving_ns,
+        derived=f"the step replayed with these products at {whole_percent(share)} of their time, and without "
+        "copies of the matrix in between",
+        confidence="medium",
+        falsified_by="change the order; the finding is wrong if the second product does not take the first's result",
+        places=case.places(events),
+        evidence=(
+            Evidence("products", case.grouped(rows, "num_kernels", "op", "shapes", "phase").head(8).to_dicts()),
+        ),
+    )
+
+
+def _pairs(case: Case) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
+    """Return forward products of which the second takes the first one's result, and the FLOPs that are left."""
+    products = {row["event"]: row for row in tiled_products(case.work).iter_rows(named=True)}
+    forward = case.sized.filter(pl.col("phase").cast(pl.String) == "forward").sort("start_ns", "event")
+    found = []
+    last: dict[str, Any] | None = None
+    for event, kind, shape in forward.select("event", pl.col("class").cast(pl.String), "shape").iter_rows():
+        row = products.get(event)
+        if row is None:
+            is_changed = (
+                last is not None and prod(shape or ()) == last["batch"] * last["num_rows"] * last["num_columns"]
+            )
+            last = None if is_changed and kind not in _SCALING else last
+            continue
+        sizes = ("batch", "num_rows", "step")
+        if last is not None and row["inner"] == last["num_columns"] and all(row[one] == last[one] for one in sizes):
+            rows, inner, between, columns = row["num_rows"], last["inner"], row["inner"], row["num_columns"]
+            share = inner * columns * (rows + between) / (rows * between * (inner + columns))
+            # With one matrix, a layer and the next: their weights must not be multiplied.
+            if share < _LESS_WORK and row["batch"] > 1:
+                found.append((last, row, share))
+        last = row
     return found
