@@ -13,6 +13,7 @@ import shutil
 import signal
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -297,7 +298,16 @@ def damage_file(path: Path, chance: random.Random) -> None:
             path.write_bytes(damage_bytes(data, chance))
         else:
             path.write_bytes(_with_other_values(path, data, chance))
-    except (ValueError, EOFError, OSError, pickle.UnpicklingError, AttributeError, LookupError, RecursionError):
+    except (
+        ValueError,
+        EOFError,
+        OSError,
+        zlib.error,
+        pickle.UnpicklingError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+    ):
         path.write_bytes(damage_bytes(data, chance))
 
 

@@ -151,6 +151,15 @@ def test_a_damaged_field_costs_only_itself(verb, facts, tmp_path):
     assert f"recording.json: {name}" in answers("show {}", folder)
 
 
+@pytest.mark.parametrize("status", ["\ud800", 3, None])
+def test_a_recording_without_a_status_is_none(status, tmp_path):
+    folder = gpu_recording(tmp_path / "run")
+    written = json.loads((folder / "recording.json").read_text())
+    (folder / "recording.json").write_text(json.dumps(written | {"status": status}))
+
+    assert "is not a Stepscope recording: status is not a text" in answers("diagnose {}", folder)
+
+
 @pytest.mark.parametrize("name", ["recording.json", "samples.jsonl", "counters.jsonl", "compile.json",
                                   "memory.json.gz", "trace/rank0.json", "snapshot.pickle"])  # fmt: skip
 @pytest.mark.parametrize("what", ["pipe", "endless"])

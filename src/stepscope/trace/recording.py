@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from stepscope.border import fields_that_fit, is_count, limit, lines_of, read_json
+from stepscope.border import COUNT, TEXT, NotOfSchema, check, fields_that_fit, is_count, limit, lines_of, read_json
 from stepscope.errors import RecordingError
 from stepscope.trace.compile_file import COMPILE_FILE, read_compile_file
 from stepscope.trace.recording_facts import OF_A_GPU, SCHEMA, RecordingFacts
@@ -129,9 +129,11 @@ def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
         raise RecordingError(f"{path.parent} is not a recording: it has no {RECORDING_FILE}") from None
     except (OSError, ValueError) as error:
         raise RecordingError(f"{path} is not a Stepscope recording: {getattr(error, 'strerror', error)}") from None
-    version = written.get("schema_version") if isinstance(written, dict) else None
-    if not is_count(version) or not isinstance(written.get("status"), str):
-        raise RecordingError(f"{path} is not a Stepscope recording: it has no schema version or status")
+    try:
+        check(written, {"schema_version": COUNT, "status": TEXT})
+    except NotOfSchema as error:
+        raise RecordingError(f"{path} is not a Stepscope recording: {error}") from None
+    version = written["schema_version"]
     if version > SCHEMA_VERSION:
         raise RecordingError(
             f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
