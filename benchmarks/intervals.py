@@ -30,13 +30,14 @@ CAUSES = {
     "mask_blocks_flash": ["attention_mask"], "data_stall": ["waiting_for_data"],
     "loop_optimizer": ["unfused_optimizer"], "recompiles": ["recompiles"], "contiguous_copies": ["needless_copies"],
     "launch_bound": ["launch_bound"], "picture_segmenter_in_planar_layout": ["memory_layout"],
-    "distances_by_broadcast_subtraction": ["unfused_elementwise"], "one_module_per_attention_head": ["small_gemms"],
+    "distances_by_broadcast_subtraction": ["unfused_elementwise"], "one_module_per_attention_head": ["split_products"],
     "word_scores_for_unlabelled_positions": ["full_logits"], "numpy_doubles_leak_into_the_loss": ["float64_work"],
     "contrastive_product_in_plain_float32": ["fp32_matmul"],
     "averaged_weights_kept_on_the_cpu": ["synchronization", "device_round_trip"],
     "advantages_by_a_loop_over_time": ["launch_bound"], "noise_drawn_on_the_cpu": ["host_stall", "pageable_copies"],
-    "recurrent_cells": ["recurrent_cells", "launch_bound"], "small_micro_batches": ["launch_bound"],
-    "deterministic_algorithms": ["serialized_scatter"],
+    "linear_attention_in_quadratic_order": ["product_order"],
+    "recurrent_cells": ["launch_bound"], "small_micro_batches": ["launch_bound"],
+    "deterministic_algorithms": ["serialized_scatter", "torch_switches"],
 }  # fmt: skip
 """What was wrong, by case; a plant without an entry is named after its rule."""
 BYTES_ALONE = ("big_vocabulary", "full_logits")  # fixes that save memory and no time

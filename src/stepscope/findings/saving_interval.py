@@ -13,7 +13,7 @@ from stepscope.findings.finding import Finding
 
 COVERAGE = 0.9  # of unknown cases, the share whose saving should be within its interval
 GPU, HOST, MEASURED = "gpu", "host", "measured"
-FACTORS = {GPU: (0.7, 1.5), HOST: (0.8, 2.0), MEASURED: (0.8, 1.2)}
+FACTORS = {GPU: (0.8, 2.0), HOST: (0.45, 2.0), MEASURED: (0.8, 1.2)}
 """Measured ÷ expected savings: if the GPU is busy for nearly all of the step; if it also waits for its host, whose
 speed without the profiler is known less well; and of time that a recording measured without the profiler."""
 _BUSY_SHARE = 0.9

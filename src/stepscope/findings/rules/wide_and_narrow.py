@@ -176,8 +176,8 @@ def product_order(case: Case) -> list[Finding]:
         size_of = first["batch"] * first["num_rows"] * first["num_columns"]
         moved = case.sized.filter(pl.col("event").is_in(work["event"].implode()), pl.col("class").is_in(_SCALING))
         gone += [event for event, shape in moved.select("event", "shape").iter_rows() if prod(shape or ()) == size_of]
-        rows = work.filter(pl.col("flops") > 0).select("event", "duration_ns").iter_rows()
-        durations |= {event: max(LEAST_KERNEL_NS, ns * share) for event, ns in rows}
+        shorter = work.filter(pl.col("flops") > 0).select("event", "duration_ns").iter_rows()
+        durations |= {event: max(LEAST_KERNEL_NS, ns * share) for event, ns in shorter}
     saving_ns = case.saving_ns(case.without(gone, durations))
     if not case.is_worth(saving_ns):
         return []
