@@ -47,6 +47,11 @@ class Unavailable(StepscopeError):
     """The recording or trace does not contain what was asked for; the message says what to run to get it."""
 
 
+ABOUT_GPUS = "These checks are about GPUs."
+ABOUT_CPUS = "These checks are about training on a CPU."
+"""Reasons of what is Unavailable because it does not apply."""
+
+
 def if_available(read: Callable[[], T]) -> T | None:
     """Return what `read` returns; None if it is Unavailable."""
     try:

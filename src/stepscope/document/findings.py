@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from stepscope.document.ledger import ledger_parts, limit_text
 from stepscope.document.model import Document, Fact, Facts, FindingCard, Findings, Part, Section, Table
 from stepscope.document.tables import columns_of
+from stepscope.errors import ABOUT_CPUS, ABOUT_GPUS
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding, saving_texts
 from stepscope.findings.fixes import FIXES
 from stepscope.findings.groups import Group
 from stepscope.findings.what_if import WhatIf
 from stepscope.formatting import duration, duration_range, percent, plural
-from stepscope.session.case import ABOUT_CPUS, ABOUT_GPUS
 
 MUCH_UNCLAIMED = 0.1  # of a step; a step that loses more for unknown reasons is not healthy
 LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a problem, even if no rule names it

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.attention.backends import DISPATCHER, attention_calls, handwritten_attention
-from stepscope.analysis.compiler.compiled_regions import compiled_regions, entering
+from stepscope.analysis.compiler.compiled_regions import compiled_regions
 from stepscope.analysis.kernels.copies import copies
 from stepscope.analysis.kernels.extra_work import nan_checks, recomputed
 from stepscope.analysis.kernels.fusible import logits, segments, with_fused_ns
@@ -31,15 +31,13 @@ from stepscope.analysis.time.summary import Summary, summary_of
 from stepscope.analysis.time.waits import round_trips, waits
 from stepscope.analysis.time.what_if import Saving, stretches, without
 from stepscope.devices import Device, find_device
-from stepscope.errors import Unavailable, if_available
+from stepscope.errors import ABOUT_GPUS, Unavailable, if_available
 from stepscope.formatting import duration, plural, whole_percent
 from stepscope.session.places import Places, places_of_stretches, places_of_work
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03  # the share of a step that a finding must save to be reported
-ABOUT_GPUS = "These checks are about GPUs."
-ABOUT_CPUS = "These checks are about training on a CPU."
 LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
 _MOST_PROFILER_NS = 20_000.0
 
@@ -76,8 +74,7 @@ class Case:
     @property
     def is_on_cpu(self) -> bool:
         """Whether a recording shows that training ran on a CPU."""
-        facts = self._recording.facts if self._recording is not None else {}
-        return (facts.get("environment") or {}).get("device") == "cpu"
+        return self.has_recording and (self.recording.facts.get("environment") or {}).get("device") == "cpu"
 
     @cached_property
     def summary(self) -> Summary:
@@ -103,15 +100,7 @@ class Case:
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:
         """The memory that every step leaves behind (`analysis/memory/left_behind.py`)."""
-        if self._window is not None:
-            return growth_in_window(self._window())
-        if self.linked.memory.is_empty():
-            raise Unavailable(
-                "The trace has no memory events. Record with profile_memory=True or `stepscope run train.py`."
-            )
-        if self.linked.steps.num < 2:
-            raise Unavailable("The trace has fewer than two steps. Use schedule(wait=1, warmup=1, active=3).")
-        return growth_between_steps(self.linked)
+        return growth_between_steps(self.linked) if self._window is None else growth_in_window(self._window())
 
     # -- the trace ------------------------------------------------------------------------------------------------
 
@@ -303,10 +292,6 @@ class Case:
     def compiled_regions(self) -> pl.DataFrame:
         """Calls of compiled code (`analysis/compiler/compiled_regions.py`)."""
         return self.within(compiled_regions(self.linked))
-
-    def region_entries(self, all_but_first: bool) -> pl.DataFrame:
-        """Return the host time that entering compiled regions takes (`analysis/compiler/compiled_regions.py`)."""
-        return self.within(entering(self.linked, self.compiled_regions, all_but_first))
 
     # -- what a change saves --------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import polars as pl
 from stepscope.analysis.memory.allocator_events import main_memory
 from stepscope.analysis.memory.timeline import on_device
 from stepscope.analysis.structure.links import Linked
+from stepscope.errors import Unavailable
 
 _KNOWN_OWNERS = ("parameter", "buffer", "gradient", "optimizer_state")
 _HELD_BEFORE = 2
@@ -82,8 +83,14 @@ def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
     """Return what every step of a trace leaves behind, from its `[memory]` events; None if nothing or too few steps.
 
     The level rises by similar amounts between steps, and unfreed allocations of the steps before the last explain at
-    least half of it, which a prefetched batch does not.
+    least half of it, which a prefetched batch does not. Raises Unavailable if the trace cannot show it.
     """
+    if linked.memory.is_empty():
+        raise Unavailable(
+            "The trace has no memory events. Record with profile_memory=True or `stepscope run train.py`."
+        )
+    if linked.steps.num < 2:
+        raise Unavailable("The trace has fewer than two steps. Use schedule(wait=1, warmup=1, active=3).")
     steps, found = linked.steps.table, main_memory(linked)
     if steps.height < 2 or found is None or found[1]["address"].null_count():
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.compiler.compile_summary import split_guard
+from stepscope.analysis.compiler.compiled_regions import entering
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, count_of, entries, one_finding, rule
@@ -61,7 +62,7 @@ def graph_breaks(case: Case) -> list[Finding]:
 def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
     try:
         regions = case.compiled_regions
-        entries = case.region_entries(all_but_first=bool(breaks))
+        entries = case.within(entering(case.linked, regions, all_but_first=bool(breaks)))
     except Unavailable:
         # Without a recording, this is Unavailable; without breaks, nothing is wrong or nothing was compiled.
         return _broken(case, breaks, None, "") if case.recording and breaks else []

@@ -4,9 +4,9 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.errors import ABOUT_CPUS
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, whole_percent
-from stepscope.session.case import ABOUT_CPUS
 
 _PRODUCTS = ["aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution",
              "aten::convolution_backward", "aten::_convolution", "aten::mkldnn_linear"]  # fmt: skip
