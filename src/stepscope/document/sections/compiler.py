@@ -8,6 +8,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import varying_axes
 from stepscope.analysis.compiler.compile_summary import CompilerSummary, compiler_summary
+from stepscope.analysis.compiler.compiled_regions import entering
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
 from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
@@ -179,8 +180,8 @@ def _entering(session: Session) -> Iterator[Facts]:
         return
     rows = [Fact("compiled regions", f"{average(regions.height / num_steps)} calls per step")]
     if num_nested := int(regions["is_nested"].sum()):
-        entering = case.region_entries(all_but_first=False)
-        entering_ns = float((entering["end_ns"] - entering["start_ns"]).sum()) / num_steps
+        entered = case.within(entering(case.linked, regions, all_but_first=False))
+        entering_ns = float((entered["end_ns"] - entered["start_ns"]).sum()) / num_steps
         breaks = f"{average(num_nested / num_steps)} calls per step come from another region: the graph broke there"
         rows.append(Fact("broken graphs", breaks, f"{duration(entering_ns, 3)} host time per step to enter them"))
     yield Facts(tuple(rows), "in the trace", page_only=True)
