@@ -18,6 +18,7 @@ from stepscope.version import __version__
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.compare import Comparison
+    from stepscope.analysis.comparison.improvement import Improvement
     from stepscope.analysis.comparison.sweeps import SweepSummary
     from stepscope.analysis.comparison.tuning import Tuning
     from stepscope.analysis.comparison.verification import Verification
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         configure_precision,
         diagnose,
         export,
+        improve,
         phase,
         plan,
         read,
@@ -65,14 +67,16 @@ if TYPE_CHECKING:
     from stepscope.session import open_session as open
 
 __all__ = [
-    "Analysis", "Card", "Comparison", "Diagnosis", "Document", "DtypeAudit", "Finding", "MissingDependencyError",
-    "NotComparableError", "Plan", "PrecisionChange", "Prediction", "Recorder", "RecordingError", "Session",
-    "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable", "UsageError", "Verification", "WhatIf",
-    "Windows", "__version__", "analyze", "audit", "bench", "compare", "configure_precision", "diagnose", "export",
-    "open", "phase", "plan", "read", "record", "report", "sql", "step", "tune", "verify", "what_if",
+    "Analysis", "Card", "Comparison", "Diagnosis", "Document", "DtypeAudit", "Finding", "Improvement",
+    "MissingDependencyError", "NotComparableError", "Plan", "PrecisionChange", "Prediction", "Recorder",
+    "RecordingError", "Session", "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable",
+    "UsageError", "Verification", "WhatIf", "Windows", "__version__", "analyze", "audit", "bench", "compare",
+    "configure_precision", "diagnose", "export", "improve", "open", "phase", "plan", "read", "record", "report", "sql",
+    "step", "tune", "verify", "what_if",
 ]  # fmt: skip
 _MODULES = {
     "analysis.comparison.compare": "Comparison",
+    "analysis.comparison.improvement": "Improvement",
     "analysis.comparison.sweeps": "SweepSummary",
     "analysis.comparison.tuning": "Tuning",
     "analysis.comparison.verification": "Verification",

@@ -151,38 +151,59 @@ def _run_all(
     for number in range(num_rounds + 1):
         where = f"round {number} of {num_rounds}" if number else "rehearsal"
         on_line(f"{where}: without")
-        attempt = _attempt(command, folder / f"without-{number}", number, None, options)
-        if attempt.failure is not None or attempt.recording is None:
-            raise StepscopeError(f"the script fails without a fix: {attempt.failure}")
-        if not attempt.recording.window("clean"):
-            raise StepscopeError(
-                f"the script ended after {len(attempt.recording.samples)} steps, before any was timed. Let it run "
-                f"longer than --warmup {options.warmup} steps, or call stepscope.step() if steps are not found"
-            )
-        before.append(attempt)
+        before.append(attempt(command, folder / f"without-{number}", number, None, options, not number))
+        need_timed(before[-1], options)
         for plan in plans:
             if number and refusal(plan, before[0], after[plan.fix]) is not None:
                 continue
             on_line(f"{where}: with {plan.fix}")
-            after[plan.fix].append(_attempt(command, folder / f"{plan.fix}-{number}", number, plan.fix, options))
+            output = folder / f"{plan.fix}-{number}"
+            after[plan.fix].append(attempt(command, output, number, plan.fix, options, not number))
     return before, after
 
 
-def _attempt(command: Command, output: Path, number: int, fix: str | None, options: Options) -> Attempt:
-    from stepscope.analysis.comparison.verification import Attempt
+def need_timed(unchanged: Attempt, options: Options) -> None:
+    """Raise StepscopeError unless a run of the unchanged script has timed steps."""
+    if unchanged.failure is not None or unchanged.recording is None:
+        raise StepscopeError(f"the script fails without a fix: {unchanged.failure}")
+    if not unchanged.recording.window("clean"):
+        raise StepscopeError(
+            f"the script ended after {len(unchanged.recording.samples)} steps, before any was timed. Let it run "
+            f"longer than --warmup {options.warmup} steps, or call stepscope.step() if steps are not found"
+        )
+
+
+def attempt(
+    command: Command,
+    output: Path,
+    number: int,
+    fix: str | None,
+    options: Options,
+    rehearses: bool,
+    num_traced: int = 0,
+) -> Attempt:
+    """Return the recording of a script with fixes applied from outside, run in a fresh process, or why it failed."""
     from stepscope.sweep.record_runs import run_again
+
+    failure = run_again(command, output, options, fix, rehearses, num_traced)
+    if failure is None:
+        return read_attempt(output, number)
+    return read_attempt(output, number, failure.reason, failure.is_timeout)
+
+
+def read_attempt(output: Path, number: int, failure: str | None = None, is_timeout: bool = False) -> Attempt:
+    from stepscope.analysis.comparison.verification import Attempt
     from stepscope.trace.recording import read_recording
 
-    failure = run_again(command, output, options, fix, rehearses=number == 0)
     try:
         recording = read_recording(output)
     except RecordingError as error:
-        return Attempt(number, None, failure or str(error))
+        return Attempt(number, None, failure or str(error), is_timeout)
     said = recording.facts.get("exception")
     if failure is not None and said:
         lines = [line.strip() for line in said.splitlines() if line.strip()]
         failure = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
-    return Attempt(number, recording, failure)
+    return Attempt(number, recording, failure, is_timeout)
 
 
 def _environment_changes(recorded: Recording | None, now: Recording) -> list[str]:

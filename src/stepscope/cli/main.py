@@ -19,6 +19,7 @@ from stepscope.version import __version__
 GROUPS = {
     "for your training script": {
         "run": "measure a training script without editing it",
+        "improve": "try what makes it faster, and keep what pays",
         "verify": "measure whether a fix pays off: step time and losses",
     },
     "for a model: a built-in workload, a config or your own function": {

@@ -148,6 +148,8 @@ class _Run:
         from stepscope.recorder.run_facts import file_hash, run_facts
 
         fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
+        if fix is not None:
+            fixes.set_variables(fix)
         rank = int(os.environ.get("RANK", "0"))
         # Absolute, for a script that changes its working directory.
         self.folder = (self._arguments.output or _default_folder(program.name)).absolute()

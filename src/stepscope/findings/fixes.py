@@ -1,4 +1,4 @@
-"""The fixes that `stepscope verify` applies to a script from outside.
+"""The fixes that `stepscope verify` and `stepscope improve` apply to a script from outside.
 
 `recorder/fixes` implements them; a test keeps the names in sync. Uses only the standard library.
 """
@@ -26,29 +26,50 @@ class Fix:
     about: str  # effect on the script
     arithmetic: str
     """How losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/verification.py`)."""
+    code: str
+    """The same change in the script, for `stepscope improve`; `{value}` and `{device}` are filled in."""
     values: tuple[str, ...] = ()  # values allowed after `=`, the default first; `N` stands for any number
     lowers_to: str | None = None
     """The dtype of matrix products with the fix; if their number does not grow, it was not applied."""
+    findings: tuple[str, ...] = ()  # findings other than its own whose saving it can achieve
 
 
 FIXES: Mapping[str, Fix] = {
     fix.id: fix
     for fix in (
-        Fix("fp32_matmul", 'torch.set_float32_matmul_precision("high")', REDUCED, lowers_to="tf32"),
-        Fix("autocast", "runs the script's modules under torch.autocast in bfloat16; they return float32",
-            REDUCED, lowers_to="bf16"),
+        Fix("fp32_matmul", 'torch.set_float32_matmul_precision("high")', REDUCED,
+            'torch.set_float32_matmul_precision("high")  # before training', lowers_to="tf32"),
+        Fix("autocast", "runs the script's modules under torch.autocast in bfloat16; they return float32", REDUCED,
+            'with torch.autocast("{device}", dtype=torch.bfloat16):  # around the forward pass, not the backward',
+            lowers_to="bf16", findings=("fp32_matmul",)),
         Fix("unfused_optimizer", "creates torch.optim optimizers with fused=True, or foreach=True if there is no "
-            "fused version", REORDERED),
+            "fused version", REORDERED, "optimizer = AdamW(parameters, …, fused=True)  # or whichever you use"),
         Fix("attention_backend", "restricts scaled_dot_product_attention to this backend", REORDERED,
+            "with sdpa_kernel(SDPBackend.{backend}):  # of torch.nn.attention, around the forward pass",
             ("flash", "efficient", "cudnn", "math")),
+        Fix("sdpa", "switches a model's own attention to scaled_dot_product_attention (Transformers, timm)",
+            REORDERED,
+            'Model.from_pretrained(…, attn_implementation="sdpa")  # or model.set_attn_implementation("sdpa")',
+            findings=("handwritten_attention",)),
         Fix("launch_bound", 'torch.compile(mode="reduce-overhead") for the script\'s modules: uses CUDA graphs',
-            REORDERED),
-        Fix("compile", "torch.compile for the script's modules", REORDERED, _MODES),
-        Fix("pageable_copies", "DataLoaders with pin_memory=True, and non_blocking copies from pinned memory", SAME),
+            REORDERED, 'model.compile(mode="reduce-overhead")  # before training'),
+        Fix("compile", "torch.compile for the script's modules", REORDERED,
+            "model.compile({mode})  # before training", _MODES, findings=("unfused_elementwise", "launch_bound")),
+        Fix("memory_layout", "converts modules with 2-D convolutions and their images to channels last", REORDERED,
+            "model.to(memory_format=torch.channels_last)  # and images.to(memory_format=torch.channels_last)"),
+        Fix("cudnn_benchmark", "torch.backends.cudnn.benchmark = True: cuDNN tries its algorithms", REORDERED,
+            "torch.backends.cudnn.benchmark = True  # before training"),
+        Fix("pageable_copies", "DataLoaders with pin_memory=True, and non_blocking copies from pinned memory", SAME,
+            'DataLoader(…, pin_memory=True)  # and batch.to("cuda", non_blocking=True)'),
         Fix("waiting_for_data", "DataLoaders with more, persistent workers (default: one per core, 2 to 8)", SAME,
-            ("", "N")),
+            "DataLoader(…, num_workers={value}, persistent_workers=True, prefetch_factor=4)", ("", "N")),
         Fix("small_batch", "DataLoaders with batch_size times N; compares tokens per second, not losses",
-            NOT_COMPARABLE, ("2", "N")),
+            NOT_COMPARABLE, "DataLoader(…, batch_size={value} * batch_size)", ("2", "N")),
+        Fix("threads", "torch.set_num_threads(N) on a CPU (default: one per core)", REORDERED,
+            "torch.set_num_threads({value})  # before training", ("", "N")),
+        Fix("expandable_segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", SAME,
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python …  # in the shell",
+            findings=("allocator_churn",)),
     )
 }  # fmt: skip
 
@@ -95,6 +116,25 @@ def _is_allowed(fix: Fix, value: str) -> bool:
         return False
     # Workers must be a whole number; a batch may be scaled by any.
     return number > 0 and (fix.arithmetic == NOT_COMPARABLE or value.isdigit())
+
+
+_BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+
+
+def code_of(text: str, values: Mapping[str, str | None], device: str) -> list[str]:
+    """Return the lines that make the same changes in the script; `values` are those that a run resolved, by id.
+
+    >>> code_of("compile=max-autotune", {}, "cuda")
+    ['model.compile(mode="max-autotune")  # before training']
+    """
+    lines = []
+    for part in text.split("+"):
+        name, _, value = part.partition("=")
+        value = value or values.get(name) or next(iter(FIXES[name].values), "")
+        mode = f'mode="{value}"' if value != "default" else ""
+        backend = _BACKENDS.get(value, "MATH")
+        lines.append(FIXES[name].code.format(value=value, device=device, mode=mode, backend=backend))
+    return lines
 
 
 def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:

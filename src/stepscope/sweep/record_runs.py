@@ -1,5 +1,6 @@
 """Runs a point of a sweep or a user's script under `stepscope run`, each in a fresh process."""
 
+import ctypes
 import errno
 import json
 import os
@@ -34,6 +35,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 _NO_SPACE = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT)))
 _LEAST_SPACE = 1 << 20  # bytes that a run needs for its own files
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
+_LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _RUN = (sys.executable, "-m", "stepscope", "run", "--quiet", "--exit-after", "-o")
 
 
@@ -195,19 +197,21 @@ def script_command(words: list[str], is_module: bool) -> Command:
     return Command(("-m", *words) if is_module else tuple(words), Path.cwd())
 
 
-def run_again(command: Command, output: Path, options: Options, fix: str | None, rehearses: bool) -> str | None:
+def run_again(
+    command: Command, output: Path, options: Options, fix: str | None, rehearses: bool, num_traced: int = 0
+) -> "Failure | None":
     """Record the script at `output`; return why it failed, None if it succeeded.
 
     Its output goes to a text file next to the recording. A rehearsal also counts the matmuls per step by dtype.
     """
-    words = [*_RUN, str(output), "--trace", "0", "--warmup", str(options.warmup), "--clean", str(options.clean)]
+    words = [*_RUN, str(output), "--trace", str(num_traced)]
+    words += ["--warmup", str(options.warmup), "--clean", str(options.clean)]
     words += [] if rehearses else ["--no-memory"]
     words += ["--tokens-per-step", str(command.tokens_per_step)] if command.tokens_per_step else []
     environment = {name: value for name, value in os.environ.items() if name != fixes.VARIABLE}
     environment |= {fixes.VARIABLE: fix} if fix is not None else {}
     log = output.with_name(f"{output.name}.txt")
-    failure = run_process([*words, *command.words], command.folder, environment, log, options.timeout_s)
-    return None if failure is None else failure.reason
+    return run_process([*words, *command.words], command.folder, environment, log, options.timeout_s)
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,7 @@ def run_process(
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its children can be killed too
+            preexec_fn=_end_with_parent if _LIBC is not None else None,
         )
         try:
             exit_code = process.wait(timeout_s)
@@ -246,6 +251,12 @@ def run_process(
         return Failure(f"killed by {signal.Signals(-exit_code).name}; see {log}", signal=-exit_code)
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return Failure(lines[-1] if lines else f"exit code {exit_code}, no output")
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent is killed: a run that nobody waits for would go on."""
+    assert _LIBC is not None
+    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

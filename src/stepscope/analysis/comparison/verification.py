@@ -72,7 +72,7 @@ def check_losses(
         return LossCheck(
             NOT_COMPARED, "runs with and without the change have no step in common", arithmetic, tolerance
         )
-    noise = max((_distance(first, second)[0] for first, second in combinations(before, 2)), default=0.0)
+    noise = _noise(before)
     if not math.isfinite(noise) or not any(map(math.isfinite, before[0].values())):
         return LossCheck(NOT_COMPARED, "the loss is not finite without the change either", arithmetic, tolerance)
     limit = tolerance + NOISE_FACTOR * noise
@@ -90,6 +90,10 @@ def check_losses(
         after=_finite(second),
         num_steps=num_steps,
     )
+
+
+def _noise(runs: Sequence[Losses]) -> float:
+    return max((_distance(first, second)[0] for first, second in combinations(runs, 2)), default=0.0)
 
 
 def _distance(first: Losses, second: Losses) -> tuple[float, int, float, float]:
@@ -125,6 +129,7 @@ class Attempt:
     round: int  # 0 is the rehearsal, which checks that the change takes effect; it is not timed
     recording: Recording | None
     failure: str | None = None  # its error, in one line
+    is_timeout: bool = False  # whether it was ended because it took too long
 
 
 @dataclass(frozen=True)
@@ -217,9 +222,8 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     if refused is not None or first is None:
         return refused or Verified(plan.fix, FAILED, "it left no recording", expected=expected)
     rehearsed = before[0].recording
-    changed, left, _ = _applied(first)
-    is_low = any(_flops(rehearsed).get(dtype) for dtype in LOW_DTYPES)
-    losses = check_losses(_losses(before), _losses(after), plan.arithmetic, plan.tolerance_share, is_low)
+    changed, left, _ = applied(first)
+    losses = gate(plan, before, after)
     known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
     known["products"] = _products(rehearsed, first)
     runs = (_timed(before), _timed(after))
@@ -253,14 +257,25 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     )
 
 
+def gate(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt]) -> LossCheck:
+    """Return whether losses with a change agree with those without; the first of `before` is the rehearsal."""
+    is_low = any(flops_by_dtype(before[0].recording).get(dtype) for dtype in LOW_DTYPES)
+    return check_losses(_losses(before), _losses(after), plan.arithmetic, plan.tolerance_share, is_low)
+
+
+def loss_noise(attempts: Sequence[Attempt]) -> float | None:
+    """Return the largest difference of losses between runs of the same script; None if it is not finite."""
+    return _finite(_noise(_losses(attempts)))
+
+
 def refusal(
     plan: Plan, before: Attempt, after: Sequence[Attempt], expected: Expected | None = None
 ) -> Verified | None:
     """Return why there is nothing to time (it failed or changed nothing); None if there is."""
     failure = next((each.failure for each in after if each.failure is not None), None)
     first = next((each.recording for each in after if each.recording is not None), None)
-    changed, left, _ = _applied(first)
-    reasons = [_applied(each.recording)[2] for each in after]
+    changed, left, _ = applied(first)
+    reasons = [applied(each.recording)[2] for each in after]
     why_not = next((reason for reason in reasons if reason is not None), None)
     if failure is not None:
         return Verified(plan.fix, FAILED, failure, changed=changed, left=left, expected=expected)
@@ -284,7 +299,7 @@ def _timed(attempts: Sequence[Attempt]) -> list[Recording]:
     return [each.recording for each in attempts if each.round and each.recording is not None]
 
 
-def _applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int], str | None]:
+def applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int], str | None]:
     """Return what was changed, what was not, and why a fix changed nothing."""
     changed: dict[str, int] = {}
     left: dict[str, int] = {}
@@ -304,14 +319,14 @@ def _applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int
 
 def _products(before: Recording | None, after: Recording) -> dict[str, tuple[float, float]]:
     """Return shares of a step's FLOPs by dtype; empty unless counted in both."""
-    counts = (_flops(before), _flops(after))
+    counts = (flops_by_dtype(before), flops_by_dtype(after))
     if not all(sum(each.values()) for each in counts):
         return {}
     first, second = ({name: value / sum(each.values()) for name, value in each.items()} for each in counts)
     return {name: (first.get(name, 0.0), second.get(name, 0.0)) for name in dict.fromkeys([*first, *second])}
 
 
-def _flops(recording: Recording | None) -> dict[str, float]:
+def flops_by_dtype(recording: Recording | None) -> dict[str, float]:
     flops = {} if recording is None else recording.facts.get("flops") or {}
     return flops.get("model_flops_by_dtype") or {}
 

@@ -1,9 +1,15 @@
-"""Applies fixes to a script from outside, for `stepscope verify`, which runs a script with and without them.
+"""Applies fixes to a script from outside, for `stepscope verify` and `stepscope improve`.
 
 `stepscope run` reads the fixes to apply from the environment. Only the fixes themselves import torch.
 """
 
+import os
+
 VARIABLE = "STEPSCOPE_FIX"  # set for a child process, and removed from its environment before the script starts
+LOOK = "?"
+"""Before the names of fixes: count what they would change, and change nothing."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 
 
 def split(text: str) -> list[tuple[str, str | None]]:
@@ -12,5 +18,12 @@ def split(text: str) -> list[tuple[str, str | None]]:
     >>> split("autocast+compile=max-autotune")
     [('autocast', None), ('compile', 'max-autotune')]
     """
-    parts = [part.partition("=") for part in text.split("+")]
+    parts = [part.partition("=") for part in text.removeprefix(LOOK).split("+")]
     return [(name.strip(), value.strip() if equals else None) for name, equals, value in parts]
+
+
+def set_variables(text: str) -> None:
+    """Set the environment variables of fixes, which torch reads when it is imported."""
+    is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if not text.startswith(LOOK) and not is_set and any(name == "expandable_segments" for name, _ in split(text)):
+        os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from stepscope.recorder.fixes import split
+from stepscope.recorder.fixes import LOOK, split
 from stepscope.recorder.fixes.changes import (
-    AttentionBackend,
     Autocast,
     Change,
     Compiled,
@@ -16,8 +15,9 @@ from stepscope.recorder.fixes.changes import (
     LargerBatch,
     MoreWorkers,
     PinnedCopies,
-    Tf32,
 )
+from stepscope.recorder.fixes.models import ChannelsLast, FusedAttention
+from stepscope.recorder.fixes.settings import AttentionBackend, CudnnBenchmark, ExpandableSegments, Tf32, Threads
 
 CHANGES: dict[str, Callable[[str | None], Change]] = {
     "fp32_matmul": Tf32,
@@ -26,20 +26,26 @@ CHANGES: dict[str, Callable[[str | None], Change]] = {
     "attention_backend": AttentionBackend,
     "launch_bound": lambda _: Compiled("reduce-overhead"),
     "compile": Compiled,
+    "memory_layout": ChannelsLast,
+    "sdpa": FusedAttention,
+    "cudnn_benchmark": CudnnBenchmark,
     "pageable_copies": PinnedCopies,
     "waiting_for_data": MoreWorkers,
     "small_batch": LargerBatch,
+    "threads": Threads,
+    "expandable_segments": ExpandableSegments,
 }
 
 
 class AppliedFixes:
-    """Fixes by name, as in `STEPSCOPE_FIX`: `autocast+compile=max-autotune`."""
+    """Fixes by name, as in `STEPSCOPE_FIX`: `autocast+compile=max-autotune`; after a `?`, they only look."""
 
     def __init__(self, text: str) -> None:
         self._changes = [(name, CHANGES[name](value)) for name, value in split(text) if name in CHANGES]
         self._unknown = [name for name, _ in split(text) if name not in CHANGES]
         self._used: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         for _, change in self._changes:
+            change.only_looks = text.startswith(LOOK)
             try:
                 change.start()
             except Exception as error:  # this runs inside the script's `import torch`

@@ -1,4 +1,4 @@
-"""Every fix: what it changes in a script from outside, what it leaves as it is, and why."""
+"""Fixes of a script's loaders, optimizers and modules: what each changes, what it leaves as it is, and why."""
 
 import functools
 import inspect
@@ -9,15 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from stepscope.recorder.compiler.compile_watch import cuda_graphs
-from stepscope.recorder.machine.environment import float32_matmul
 from stepscope.recorder.model import is_compiled, replace_call
 from stepscope.recorder.patches import Around, Handle, remove_all
-from stepscope.recorder.precision.attention_calls import BACKENDS, SWITCHES
 
 
 class Change:
@@ -25,6 +22,8 @@ class Change:
 
     nothing_seen = "nothing of the kind was seen"
     """Why nothing was changed if the script never used what the fix is about."""
+    only_looks = False
+    """Whether to count what would be changed, and change nothing."""
 
     def __init__(self, value: str | None) -> None:
         self.value = value
@@ -68,7 +67,8 @@ class LoaderChange(Change):
 
     def _make(self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self._names, args)), **kwargs}
-        return original(loader, **{**given, **self.arguments_of(given)})
+        wanted = self.arguments_of(given)
+        return original(loader, **given if self.only_looks else {**given, **wanted})
 
     def arguments_of(self, given: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -86,6 +86,7 @@ class MoreWorkers(LoaderChange):
         if before >= wanted:
             self.left[f"a DataLoader has {before} workers already"] += 1
             return {}
+        self.value = str(wanted)
         self.changed[f"DataLoaders with {wanted} workers instead of {before}"] += 1
         return {
             "num_workers": wanted,
@@ -114,6 +115,8 @@ class PinnedCopies(LoaderChange):
 
     def start(self) -> None:
         super().start()
+        if self.only_looks:
+            return
         self.handles.append(Around(torch.Tensor, "to", self._copy))
         self.handles.append(Around(torch.Tensor, "cuda", self._copy))
 
@@ -177,6 +180,9 @@ class FusedOptimizers(Change):
             if why_not is not None:
                 self.left[f"{name} {why_not}"] += 1
                 return original(optimizer, *args, **kwargs)
+            if self.only_looks:
+                self.changed[f"{name} could be made with {forms[0]}=True"] += 1
+                return original(optimizer, *args, **kwargs)
             if "params" in given and not isinstance(given["params"], (torch.Tensor, dict)):
                 given["params"] = list(given["params"])  # a generator can be read only once
             for form in forms:
@@ -204,6 +210,7 @@ def _why_not(given: dict[str, Any], kind: Any, base: Any) -> str | None:
 
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _HALF = (torch.bfloat16, torch.float16)
+_Dropout = nn.modules.dropout._DropoutNd
 
 
 class Autocast(Change):
@@ -232,6 +239,8 @@ class Autocast(Change):
                     self.left[f"a forward of {name} is under the script's own autocast"] += 1
                     return call(*args, **kwargs)
                 self.changed[counted] += 1
+                if self.only_looks:
+                    return call(*args, **kwargs)
                 with torch.autocast(device, dtype=torch.bfloat16):
                     output = call(*args, **kwargs)
                 return with_tensors(output, lambda each: each.float() if each.dtype in _HALF else each)
@@ -257,6 +266,15 @@ class Compiled(Change):
             if is_compiled(root):
                 self.left[f"{type(root).__name__} is compiled already"] += 1
                 continue
+            if self.only_looks:
+                self.changed[f"{type(root).__name__} could be compiled"] += 1
+                continue
+            if any(isinstance(each, _Dropout) and each.p for each in root.modules()):
+                # Compiled code draws other random numbers than eager code, so losses could not be compared.
+                from torch._inductor import config
+
+                config.fallback_random = True
+                self.changed["modules compiled with fallback_random, for the dropout masks of eager mode"] += 1
             replace_call(root, self._compile, compiles=True)
             if self.mode in WITH_GRAPHS and any(p.is_cuda for p in root.parameters()):
                 replace_call(root, _cloning)
@@ -270,6 +288,8 @@ class Compiled(Change):
         return torch.compile(forward, mode=None if self.mode == "default" else self.mode)
 
     def finish(self) -> None:
+        if self.only_looks:
+            return
         num_graphs = _num_graphs() - self._num_before
         if self.changed and not num_graphs:
             self.changed.clear()
@@ -311,85 +331,3 @@ def with_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     if type(output) in (list, tuple):
         return type(output)(with_tensors(value, change) for value in output)
     return output
-
-
-_UNKNOWN = "what torch chose"
-
-
-class Tf32(Change):
-    """Calls `torch.set_float32_matmul_precision("high")`, and blocks the script from setting "highest"."""
-
-    nothing_seen = "no GPU was used: TF32 is a mode of its tensor cores"
-
-    def start(self) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        self.handles.append(Around(torch, "set_float32_matmul_precision", self._set))
-
-    def _set(self, original: Callable[..., Any], precision: str) -> None:
-        if precision == "highest":
-            return
-        self.left[f'the script says set_float32_matmul_precision("{precision}") itself'] += 1
-        original(precision)
-
-    def remove(self) -> None:
-        super().remove()
-        torch.set_float32_matmul_precision(self._before)
-
-    def finish(self) -> None:
-        if not torch.cuda.is_initialized():
-            return
-        if float32_matmul(torch.cuda.current_device()) != "tf32":
-            self.left["TF32 is off: the script switched it off again, or the GPU has none"] += 1
-        elif not self.left:
-            self.changed["float32 products allowed to use TF32"] = 1
-
-
-class AttentionBackend(Change):
-    """Allows a single backend of scaled_dot_product_attention, which then runs or rejects its inputs."""
-
-    nothing_seen = "scaled_dot_product_attention was not called outside compiled code in the first two steps"
-
-    def start(self) -> None:
-        self._wanted = {name: name == (self.value or "flash") for name in SWITCHES}
-        self._before = _switches()
-        _set_switches(self._wanted)
-        self.handles.append(Around(F, "scaled_dot_product_attention", self._attend))
-
-    def _attend(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = _switches()
-        if any(found[name] != self._wanted[name] for name in found):
-            self.left["an attention call runs where the script sets the backend itself"] += 1
-            return original(*args, **kwargs)
-        _set_switches(self._before)
-        try:
-            before = BACKENDS.get(int(torch._fused_sdp_choice(*args, **kwargs)), _UNKNOWN)
-        except (AttributeError, TypeError, RuntimeError):
-            before = _UNKNOWN
-        _set_switches(self._wanted)
-        result = original(*args, **kwargs)
-        wanted = self.value or "flash"
-        if before == wanted:
-            self.left[f"an attention call runs on {wanted} already"] += 1
-        else:
-            self.changed[f"attention calls of the first two steps on {wanted} instead of {before}"] += 1
-        return result
-
-    def use_roots(self, roots: list[nn.Module]) -> None:
-        remove_all(self.handles)  # after counting, so that timed steps do not pay for it
-
-    def remove(self) -> None:
-        super().remove()
-        _set_switches(self._before)
-
-
-def _switches() -> dict[str, bool]:
-    asked = {name: getattr(torch.backends.cuda, f"{switch}_enabled", None) for name, switch in SWITCHES.items()}
-    return {name: bool(is_on()) for name, is_on in asked.items() if is_on is not None}
-
-
-def _set_switches(states: dict[str, bool]) -> None:
-    for name, is_on in states.items():
-        enable = getattr(torch.backends.cuda, f"enable_{SWITCHES[name]}", None)
-        if enable is not None:
-            enable(is_on)

@@ -1,0 +1,111 @@
+"""What `stepscope improve` decides and finds: which changes pay, how much faster they make a script together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import geometric_mean
+from typing import Any
+
+from stepscope.analysis.comparison.significance import Difference, difference_of_runs
+from stepscope.analysis.comparison.verification import LossCheck
+from stepscope.display import Shown
+
+SCHEMA_VERSION = 1
+LEAST_GAIN = 0.02  # a change must make a step shorter by more than this share
+MOST_PAIRS = 4  # of runs without and with a change, until a gain is called not reproducible
+EXIT_NOTHING_TRIED = 4
+
+KEPT, NO_GAIN, SLOWER, WRONG, FAILED = "kept", "no gain", "slower", "wrong", "failed"
+REPLACED, NOT_APPLIED, NOT_TRIED = "replaced", "nothing to change", "not tried"
+STATUSES = (KEPT, REPLACED, NO_GAIN, SLOWER, WRONG, FAILED, NOT_APPLIED, NOT_TRIED)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """How many times as fast: the first time per step ÷ the second."""
+
+    factor: float
+    low: float | None  # lower end of the 95 % interval; null with fewer than two runs on each side
+    high: float | None
+    num_runs: tuple[int, int]  # without and with the change
+    is_significant: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One change that was tried on top of those kept before, or was not, and why."""
+
+    fix: str
+    on_top_of: tuple[str, ...]
+    status: str
+    """`kept`; `replaced`: kept until another value of it was faster; `no gain`; `slower`; `wrong`: the losses differ;
+    `failed`: the script does not run with it; `nothing to change`; `not tried`: no time was left."""
+    reason: str | None = None
+    gain: Factor | None = None  # compared with runs of the changes kept before it, in alternation
+    losses: LossCheck | None = None  # compared with the unchanged script
+    changed: Mapping[str, int] = field(default_factory=dict)  # what it changed in the script, and how often
+    promise_share: float | None = None  # what the ledger of the unchanged script promises, as a share of its step
+
+
+@dataclass(frozen=True, repr=False)
+class Improvement(Shown):
+    """The result of `stepscope improve`; `to_json()` is what `--json` prints."""
+
+    command: str
+    folder: str  # folder with the recordings of all runs
+    device_name: str | None
+    torch: str | None
+    baseline_ns: float  # the time per step of the unchanged script: the geometric mean of its runs
+    best_ns: float  # the same with all changes that are kept
+    kept: tuple[str, ...]  # the changes that pay, in the order in which they were found
+    gain: Factor | None  # of all of them together, compared with the unchanged script; null if none is kept
+    losses: LossCheck | None  # with all of them, compared with the unchanged script
+    trials: tuple[Trial, ...]
+    code: tuple[str, ...]  # lines that make the changes in the script
+    order: str  # where the order of trials comes from
+    peak_bytes: tuple[int, int] | None  # peak allocated memory without and with the changes; null without a GPU
+    num_runs: int
+    seconds: float
+    limit_s: float
+    is_finished: bool  # whether everything was tried; false if the time was up, or it was interrupted
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if anything was measured besides the unchanged script, else 4."""
+        is_measured = any(trial.status not in (NOT_APPLIED, NOT_TRIED) for trial in self.trials)
+        return 0 if is_measured or self.is_finished else EXIT_NOTHING_TRIED
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object of plain values (docs/improve.md)."""
+        return {"schema_version": SCHEMA_VERSION, "exit_code": self.exit_code, **asdict(self)}
+
+
+def factor_of(before_ns: Sequence[float], after_ns: Sequence[float]) -> Factor:
+    """Return how many times as fast runs are, each given by its time per step.
+
+    >>> found = factor_of([10.0, 10.1], [5.0, 5.1])
+    >>> round(found.factor, 2), found.is_significant
+    (1.99, True)
+    """
+    num_runs = len(before_ns), len(after_ns)
+    if min(num_runs) < 2:
+        factor = geometric_mean(before_ns) / geometric_mean(after_ns)
+        return Factor(factor, None, None, num_runs, False)
+    found: Difference = difference_of_runs(before_ns, after_ns)
+    return Factor(1 / found.ratio, 1 / found.high, 1 / found.low, num_runs, found.is_significant)
+
+
+def verdict(before_ns: Sequence[float], after_ns: Sequence[float]) -> str | None:
+    """Return `kept`, `no gain` or `slower` for pairs of runs; None if another pair is needed.
+
+    One pair is enough to drop what does not pay. To be kept, a change must pay in two pairs or more, beyond chance.
+
+    >>> verdict([10.0], [10.1]), verdict([10.0], [8.0]), verdict([10.0, 10.1], [8.0, 8.1])
+    ('no gain', None, 'kept')
+    """
+    found = factor_of(before_ns, after_ns)
+    if found.factor < 1 / (1 - LEAST_GAIN):
+        return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
+    if found.is_significant:
+        return KEPT
+    return NO_GAIN if len(after_ns) >= MOST_PAIRS else None

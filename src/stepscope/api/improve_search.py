@@ -1,0 +1,337 @@
+"""The search behind `stepscope improve`: one change at a time on top of those that paid, in alternating runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from stepscope.analysis.comparison import improvement as found
+from stepscope.analysis.comparison.improvement import LEAST_GAIN, Trial, factor_of, verdict
+from stepscope.analysis.comparison.verification import (
+    DIFFER,
+    NOT_COMPARED,
+    SAME,
+    Attempt,
+    LossCheck,
+    Plan,
+    applied,
+    flops_by_dtype,
+    gate,
+    refusal,
+    steps_ns,
+)
+from stepscope.api.verification import attempt, need_timed, read_attempt
+from stepscope.findings.fixes import parse_fix
+from stepscope.formatting import percent
+
+if TYPE_CHECKING:
+    from stepscope.analysis.comparison.improvement import Factor
+    from stepscope.sweep.record_runs import Command, Options
+    from stepscope.sweep.run_log import RunLog
+    from stepscope.trace.recording import Recording
+
+TRIES = (
+    "waiting_for_data",
+    "autocast",
+    "memory_layout",
+    "sdpa",
+    "compile",
+    "unfused_optimizer",
+    "threads",
+    "fp32_matmul",
+    "cudnn_benchmark",
+    "pageable_copies",
+    "launch_bound",
+    "attention_backend=cudnn",
+    "expandable_segments",
+    "compile=max-autotune-no-cudagraphs",
+)
+"""The order without a ledger: what usually saves most comes first, what takes longest to compile last."""
+COMPILERS = ("compile", "launch_bound")  # one replaces the other
+NEED_GPU = ("launch_bound", "attention_backend", "compile=max-autotune-no-cudagraphs")
+PHASE_OF = {"waiting_for_data": "data", "unfused_optimizer": "optimizer"}
+"""Changes that can save at most one phase of a step."""
+BASELINE = ""
+UNCHANGED = "the unchanged script"
+FINAL_PAIRS = 3
+NUM_TRACED = 2
+COMPILE_S = 45.0  # what compiling may add to a run, before one was measured
+_LONGEST_BETWEEN = 2  # runs between a reference and what is compared with it
+Say = Callable[[str], None]
+
+
+class OutOfTime(Exception):
+    """The next run would not end in time."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a run of the unchanged script says about every change."""
+
+    rehearsal: Attempt
+    refused: dict[str, str]  # change → why it cannot pay
+    most_shares: dict[str, float]  # change → the share of a step in the phase that it is about
+
+
+class Search:
+    """`run()` tries every change; `trials`, `kept` and `gain` are what it found."""
+
+    def __init__(
+        self, command: Command, log: RunLog, options: Options, limit_s: float, tolerance: float | None, say: Say
+    ) -> None:
+        self._command, self._log, self._options, self.limit_s = command, log, options, limit_s
+        self._tolerance, self._say = tolerance, say
+        self._stored: dict[str, deque[dict[str, object]]] = defaultdict(deque)
+        for row in log.rows:
+            self._stored[row["fixes"]].append(row)
+        self.attempts: dict[str, list[Attempt]] = defaultdict(list)
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._order: list[str] = []  # the changes of every run, in order
+        self.spent_s = 0.0
+        self.trials: list[Trial] = []
+        self.kept: list[str] = []
+        self.gain: Factor | None = None
+        self._pairs: tuple[list[float], list[float]] = ([], [])
+        """Times per step of the unchanged script and of the best, measured in alternation."""
+        self.is_finished = False
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, fixes: str, *, num_traced: int = 0, look: str | None = None, limit_s: float | None = None
+    ) -> Attempt:
+        """Return the next run of some changes: one from before a kill, or a new one; OutOfTime after `limit_s`."""
+        number = len(self._order)
+        if self._stored[fixes]:
+            row = self._stored[fixes].popleft()
+            done = read_attempt(self._log.folder / str(row["name"]), number, row["failure"], False)  # type: ignore[arg-type]
+            seconds = float(row["seconds"])  # type: ignore[arg-type]
+        else:
+            name = f"run-{number:03d}-{os.getpid()}"
+            begun = time.monotonic()
+            timeout_s = self._options.timeout_s if limit_s is None else min(self._options.timeout_s, limit_s)
+            done = attempt(
+                self._command,
+                self._log.folder / name,
+                number,
+                look or fixes or None,
+                replace(self._options, timeout_s=max(1.0, timeout_s)),
+                rehearses=not self.attempts[fixes],
+                num_traced=num_traced,
+            )
+            seconds = time.monotonic() - begun
+            if done.is_timeout and timeout_s < self._options.timeout_s:
+                self.spent_s += seconds
+                raise OutOfTime
+            self._log.append({"name": name, "fixes": fixes, "failure": done.failure, "seconds": seconds})
+        self.spent_s += seconds
+        self.attempts[fixes].append(done)
+        self._seconds[fixes].append(seconds)
+        self._order.append(fixes)
+        return done
+
+    def survey(self, num_traced: int) -> Survey:
+        """Run the unchanged script once, looking at what each change would change."""
+        ids = [text for text in TRIES if not text.startswith(("compile=", "launch_bound"))]
+        done = self._run(BASELINE, num_traced=num_traced, look=f"?{'+'.join(ids)}")
+        need_timed(done, self._options)
+        recording = done.recording
+        assert recording is not None
+        is_gpu = (recording.facts.get("environment") or {}).get("device") == "cuda"
+        refused: dict[str, str] = {}
+        for facts in recording.facts.get("fixes") or []:
+            if not facts["changed"]:
+                refused[facts["id"]] = "; ".join(facts["left"]) or facts["nothing_seen"]
+        for name in COMPILERS:
+            if "compile" in refused:
+                refused[name] = refused["compile"]
+        if not is_gpu:
+            refused |= dict.fromkeys(NEED_GPU, "no GPU was used")
+        shares = {name: _phase_share(recording, phase) for name, phase in PHASE_OF.items()}
+        most_shares = {name: share for name, share in shares.items() if share is not None}
+        for name, share in most_shares.items():
+            if share < LEAST_GAIN:
+                refused.setdefault(name, f"it can save at most {percent(share)} of a step")
+        return Survey(done, refused, most_shares)
+
+    # -- the search -----------------------------------------------------------------------------------------------
+
+    def run(self, survey: Survey, tries: Sequence[tuple[str, float | None]]) -> None:
+        """Try changes with what the ledger promises of each, in this order, then measure the best again."""
+        waiting = list(tries)
+        try:
+            need_timed(self._run(BASELINE), self._options)
+            while waiting:
+                text, promise = waiting[0]
+                refused = survey.refused.get(text) or survey.refused.get(text.partition("=")[0])
+                refused = refused or self._needless(text)
+                if refused is not None:
+                    trial = Trial(text, tuple(self.kept), found.NOT_APPLIED, refused)
+                else:
+                    trial = self._try(text, survey.rehearsal)
+                waiting.pop(0)
+                self._note(replace(trial, promise_share=promise))
+            self.is_finished = True
+        except OutOfTime:
+            self._leave(waiting, f"no time was left: set more than {self.limit_s / 60:g} --minutes")
+        except KeyboardInterrupt:
+            self._leave(waiting, "interrupted")
+        if self.kept:
+            self._prove()
+
+    def _leave(self, waiting: list[tuple[str, float | None]], reason: str) -> None:
+        for text, promise in waiting:
+            self._note(Trial(text, tuple(self.kept), found.NOT_TRIED, reason, promise_share=promise))
+
+    def _needless(self, text: str) -> str | None:
+        """Return why a change cannot add anything to those kept."""
+        if text.startswith("compile=") and "compile" not in self.kept:
+            return "the default mode was not faster"
+        if text == "fp32_matmul":
+            flops = flops_by_dtype(self.attempts["+".join(self.kept)][0].recording)
+            if flops and not flops.get("fp32"):
+                return "no matrix product runs in float32"
+        return None
+
+    def _try(self, text: str, rehearsal: Attempt) -> Trial:
+        """Measure a change on top of those kept, in pairs of runs, until it is clear whether it pays."""
+        before, replaced = "+".join(self.kept), None
+        rest = list(self.kept)
+        if text.partition("=")[0] in COMPILERS:
+            replaced = next((one for one in rest if one.partition("=")[0] in COMPILERS), None)
+            rest = [one for one in rest if one != replaced]
+        after = "+".join([*rest, text])
+        chosen = parse_fix(after)
+        lowers_to = [fix.lowers_to for fix in parse_fix(text).fixes if fix.lowers_to]
+        plan = Plan(after, chosen.arithmetic, lowers_to, self._tolerance)
+        times: tuple[list[float], list[float]] = ([], [])
+        trial = Trial(text, tuple(self.kept), found.NO_GAIN)
+        is_compiled = any(one.partition("=")[0] in COMPILERS for one in self.kept)
+        extra_s = COMPILE_S if text.partition("=")[0] in COMPILERS and not (is_compiled and "=" not in text) else 0.0
+        while True:
+            before_s = fmean(self._seconds[before])
+            after_s = fmean(self._seconds[after] or [before_s + extra_s])
+            self._say(f"trying {text} on top of {before or UNCHANGED}, pair {len(times[1]) + 1}")
+            if before not in self._order[-_LONGEST_BETWEEN:] or times[0]:
+                self._need(before_s + after_s)
+                if (failure := self._run(before).failure) is not None:
+                    return replace(trial, status=found.FAILED, reason=f"a run without it failed: {failure}")
+            done = self._run(after, limit_s=self._need(after_s))
+            refused = refusal(plan, rehearsal, [done])
+            if refused is not None:
+                status = found.FAILED if done.failure is not None else found.NOT_APPLIED
+                return replace(trial, status=status, reason=refused.reason, changed=refused.changed)
+            assert done.recording is not None
+            losses = gate(plan, self.attempts[BASELINE], self.attempts[after])
+            trial = replace(trial, losses=losses, changed=applied(done.recording)[0])
+            if not done.recording.window("clean"):
+                return replace(trial, status=found.FAILED, reason="the script ended before any step was timed")
+            if reason := _wrong(losses):
+                return replace(trial, status=found.WRONG, reason=reason)
+            times[0].append(steps_ns(self.attempts[before])[-1])
+            times[1].append(steps_ns([done])[0])
+            decision = verdict(*times)
+            trial = replace(trial, gain=factor_of(*times))
+            if decision is None:
+                continue
+            if decision == found.KEPT:
+                self._keep(text, replaced, times)
+            elif len(times[1]) > 1:
+                trial = replace(trial, reason="the runs with and without it overlap")
+            return replace(trial, status=decision)
+
+    def _keep(self, text: str, replaced: str | None, times: tuple[list[float], list[float]]) -> None:
+        self._pairs = ([], []) if self.kept else times
+        self.kept = [one for one in self.kept if one != replaced] + [text]
+        self.trials = [
+            replace(trial, status=found.REPLACED, reason=f"{text} is faster")
+            if replaced is not None and trial.fix == replaced and trial.status == found.KEPT
+            else trial
+            for trial in self.trials
+        ]
+
+    def _need(self, estimate_s: float) -> float:
+        """Return the seconds that a run may take; OutOfTime if it is expected to take longer.
+
+        What is left must be enough to measure the best in alternation with the unchanged script afterwards.
+        """
+        last = 0.0
+        if self.kept:
+            last = 2 * (fmean(self._seconds[BASELINE]) + fmean(self._seconds["+".join(self.kept)]))
+        left_s = self.limit_s - self.spent_s - last
+        if left_s < estimate_s:
+            raise OutOfTime
+        return left_s
+
+    def _prove(self) -> None:
+        """Measure the best in alternation with the unchanged script; drop all changes if it is not faster."""
+        best = "+".join(self.kept)
+        try:
+            while not self._is_proven():
+                pair_s = fmean(self._seconds[BASELINE]) + fmean(self._seconds[best])
+                if self.limit_s - self.spent_s < pair_s and len(self._pairs[1]) >= 2:
+                    break
+                self._say(f"measuring {best} against {UNCHANGED}, pair {len(self._pairs[1]) + 1}")
+                runs = [self._run(BASELINE), self._run(best)]
+                if any(each.failure is not None for each in runs):
+                    break
+                for side, done in zip(self._pairs, runs):
+                    side.append(steps_ns([done])[0])
+        except (OutOfTime, KeyboardInterrupt):
+            self.is_finished = False
+        if len(self._pairs[1]) < 2:
+            self._pairs = (steps_ns(self.attempts[BASELINE][1:]), steps_ns(self.attempts[best]))
+        self.gain = factor_of(*self._pairs)
+
+    def _is_proven(self) -> bool:
+        num = len(self._pairs[1])
+        return num >= 2 * FINAL_PAIRS or (num >= FINAL_PAIRS and factor_of(*self._pairs).is_significant)
+
+    @property
+    def times_ns(self) -> tuple[list[float], list[float]]:
+        """Return the times per step behind `gain`: of the unchanged script, and of the best."""
+        return self._pairs if self.kept else (steps_ns(self.attempts[BASELINE][1:]), [])
+
+    def losses(self) -> LossCheck | None:
+        """Return whether the losses of the best agree with those of the unchanged script."""
+        if not self.kept:
+            return None
+        best = "+".join(self.kept)
+        plan = Plan(best, parse_fix(best).arithmetic, (), self._tolerance)
+        return gate(plan, self.attempts[BASELINE], self.attempts[best])
+
+    def _note(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._say(trial_line(trial))
+
+
+def trial_line(trial: Trial) -> str:
+    """Return a finished trial as one line of progress."""
+    factor = "" if trial.gain is None else f"  {trial.gain.factor:.2f}×"
+    return f"{trial.status:<17} {trial.fix}{factor}{f'  {trial.reason}' if trial.reason else ''}"
+
+
+def _wrong(losses: LossCheck) -> str | None:
+    """Return why a change must be rejected for its losses; None if they agree."""
+    if losses.verdict == DIFFER:
+        return "the losses differ"
+    if losses.verdict == NOT_COMPARED and losses.arithmetic != SAME:
+        return f"the losses could not be compared: {losses.reason}"
+    return None
+
+
+def _phase_share(recording: Recording, phase: str) -> float | None:
+    """Return the share of a phase in the timed steps, on the GPU's clock if there is one, or the host's if longer."""
+    shares = []
+    for name in ("host_ns", "device_ns"):
+        parts = [getattr(sample, name) for sample in recording.window("clean")]
+        if parts and all(parts) and sum(sum(each.values()) for each in parts):
+            names = (phase, "before_forward") if phase == "data" else (phase,)
+            named = sum(each.get(one, 0) for each in parts for one in names)
+            shares.append(named / sum(sum(each.values()) for each in parts))
+    return max(shares, default=None)
