@@ -25,12 +25,14 @@ from stepscope.analysis.comparison.verification import (
     refusal,
     steps_ns,
 )
+from stepscope.analysis.time.summary import loop_of
 from stepscope.api.verification import attempt, need_timed, read_attempt
 from stepscope.findings.fixes import parse_fix
 from stepscope.formatting import percent
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.improvement import Factor
+    from stepscope.analysis.time.loop_time import LoopTime
     from stepscope.sweep.record_runs import Command, Options
     from stepscope.sweep.run_log import RunLog
     from stepscope.trace.recording import Recording
@@ -235,7 +237,7 @@ class Search:
                 return replace(trial, status=found.WRONG, reason=reason)
             times[0].append(steps_ns(self.attempts[before])[-1])
             times[1].append(steps_ns([done])[0])
-            decision = verdict(*times)
+            decision = verdict(*times, self.noise_share())
             trial = replace(trial, gain=factor_of(*times))
             if decision is None:
                 continue
@@ -288,6 +290,11 @@ class Search:
             self._pairs = (steps_ns(self.attempts[BASELINE][1:]), steps_ns(self.attempts[best]))
         self.gain = factor_of(*self._pairs)
 
+    def noise_share(self) -> float:
+        """Return how far runs of the same program are apart: the slowest ÷ the fastest, minus 1."""
+        both = [[loop.step_ns for each in some if (loop := _loop(each))] for some in self.attempts.values()]
+        return max((max(times) / min(times) - 1 for times in both if times), default=0.0)
+
     def _is_proven(self) -> bool:
         num = len(self._pairs[1])
         return num >= 2 * FINAL_PAIRS or (num >= FINAL_PAIRS and factor_of(*self._pairs).is_significant)
@@ -323,6 +330,10 @@ def _wrong(losses: LossCheck) -> str | None:
     if losses.verdict == NOT_COMPARED and losses.arithmetic != SAME:
         return f"the losses could not be compared: {losses.reason}"
     return None
+
+
+def _loop(done: Attempt) -> LoopTime | None:
+    return None if done.recording is None or done.failure is not None else loop_of(done.recording)
 
 
 def _phase_share(recording: Recording, phase: str) -> float | None:

@@ -45,8 +45,9 @@ def improve(
     The script with its `arguments` (a module with `is_module`) is run again and again, each time for `warmup` and
     `clean` timed steps, until every change was tried or `minutes` are over; `fix` names the changes to try (default:
     all). A change is kept if it makes steps shorter and losses stay within what its arithmetic explains, or within
-    the share `tolerance`. All runs are kept in `output` (default: a folder in runs/). A call that was killed goes on where it stopped; `resume` also goes on
-    after the time was up. `on_line` receives one line per trial, `progress` the share of the time that is over.
+    the share `tolerance`. All runs are kept in `output` (default: a folder in runs/). A call that was killed goes on
+    where it stopped; `resume` also goes on after the time was up. `on_line` receives one line per trial, `progress`
+    the share of the time that is over.
 
     >>> improve("train.py", "--lr", "3e-4", minutes=10).gain.factor  # doctest: +SKIP
     """

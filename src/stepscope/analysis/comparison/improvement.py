@@ -1,5 +1,6 @@
 """What `stepscope improve` decides and finds: which changes pay, how much faster they make a script together."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import geometric_mean
@@ -95,17 +96,20 @@ def factor_of(before_ns: Sequence[float], after_ns: Sequence[float]) -> Factor:
     return Factor(1 / found.ratio, 1 / found.high, 1 / found.low, num_runs, found.is_significant)
 
 
-def verdict(before_ns: Sequence[float], after_ns: Sequence[float]) -> str | None:
+def verdict(before_ns: Sequence[float], after_ns: Sequence[float], noise_share: float) -> str | None:
     """Return `kept`, `no gain` or `slower` for pairs of runs; None if another pair is needed.
 
-    One pair is enough to drop what does not pay. To be kept, a change must pay in two pairs or more, beyond chance.
+    `noise_share` is how far runs of the same program are apart. One pair is enough to drop what does not pay, if that
+    noise cannot hide a gain. To be kept, a change must pay in two pairs or more, beyond chance.
 
-    >>> verdict([10.0], [10.1]), verdict([10.0], [8.0]), verdict([10.0, 10.1], [8.0, 8.1])
-    ('no gain', None, 'kept')
+    >>> verdict([10.0], [10.1], 0.01), verdict([10.0], [10.1], 0.2), verdict([10.0], [8.0], 0.01)
+    ('no gain', None, None)
+    >>> verdict([10.0, 10.1], [8.0, 8.1], 0.01)
+    'kept'
     """
-    found = factor_of(before_ns, after_ns)
-    if found.factor < 1 / (1 - LEAST_GAIN):
-        return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
-    if found.is_significant:
+    found, num_pairs, least = factor_of(before_ns, after_ns), len(after_ns), 1 / (1 - LEAST_GAIN)
+    if found.factor > least and found.is_significant:
         return KEPT
-    return NO_GAIN if len(after_ns) >= MOST_PAIRS else None
+    if num_pairs < MOST_PAIRS and found.factor * (1 + noise_share) ** (1 / math.sqrt(num_pairs)) > least:
+        return None
+    return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
