@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 TRIES = (
     "waiting_for_data",
-    "autocast",
     "memory_layout",
+    "autocast",
     "sdpa",
     "compile",
     "unfused_optimizer",
@@ -62,7 +62,8 @@ BASELINE = ""
 UNCHANGED = "the unchanged script"
 FINAL_PAIRS = 3
 NUM_TRACED = 2
-COMPILE_S = 45.0  # what compiling may add to a run, before one was measured
+COMPILE_S = {"compile": 30.0, "launch_bound": 30.0, "compile=max-autotune-no-cudagraphs": 180.0}
+"""What compiling may add to a run, before one was measured."""
 _LONGEST_BETWEEN = 2  # runs between a reference and what is compared with it
 Say = Callable[[str], None]
 
@@ -95,7 +96,9 @@ class Search:
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._order: list[str] = []  # the changes of every run, in order
         self.spent_s = 0.0
-        self.trials: list[Trial] = []
+        self.trials: dict[str, Trial] = {}  # the last one of each change
+        self._promised: dict[str, float | None] = {}
+        self._tried_on: dict[str, tuple[str, ...]] = {}
         self.kept: list[str] = []
         self.gain: Factor | None = None
         self._pairs: tuple[list[float], list[float]] = ([], [])
@@ -164,35 +167,53 @@ class Search:
     # -- the search -----------------------------------------------------------------------------------------------
 
     def run(self, survey: Survey, tries: Sequence[tuple[str, float | None]]) -> None:
-        """Try changes with what the ledger promises of each, in this order, then measure the best again."""
-        waiting = list(tries)
+        """Try changes with what the ledger promises of each, in this order, then measure the best again.
+
+        What did not pay is tried again after another change was kept: bfloat16 may pay only channels last.
+        """
+        self._promised = dict(tries)
+        for text in self._promised:
+            if refused := survey.refused.get(text) or survey.refused.get(text.partition("=")[0]):
+                self._note(Trial(text, (), found.NOT_APPLIED, refused))
+        waiting = [text for text in self._promised if text not in self.trials]
         try:
             need_timed(self._run(BASELINE), self._options)
             while waiting:
-                text, promise = waiting[0]
-                refused = survey.refused.get(text) or survey.refused.get(text.partition("=")[0])
-                refused = refused or self._needless(text)
-                if refused is not None:
-                    trial = Trial(text, tuple(self.kept), found.NOT_APPLIED, refused)
-                else:
-                    trial = self._try(text, survey.rehearsal)
-                waiting.pop(0)
-                self._note(replace(trial, promise_share=promise))
-            self.is_finished = True
-        except OutOfTime:
-            self._leave(waiting, f"no time was left: set more than {self.limit_s / 60:g} --minutes")
+                text = waiting.pop(0)
+                self._tried_on[text] = tuple(self.kept)
+                try:
+                    refused = self._needless(text)
+                    is_needless = Trial(text, tuple(self.kept), found.NOT_APPLIED, refused)
+                    self._note(self._try(text, survey.rehearsal) if refused is None else is_needless)
+                except OutOfTime:
+                    self._leave(text, f"no time was left: set more than {self.limit_s / 60:g} --minutes")
+                waiting = waiting or self._worth_another_try()
+            self.is_finished = not any(each.status in found.OPEN for each in self.trials.values())
         except KeyboardInterrupt:
-            self._leave(waiting, "interrupted")
+            for text in (text for text in self._promised if text not in self.trials):
+                self._leave(text, "interrupted")
         if self.kept:
             self._prove()
 
-    def _leave(self, waiting: list[tuple[str, float | None]], reason: str) -> None:
-        for text, promise in waiting:
-            self._note(Trial(text, tuple(self.kept), found.NOT_TRIED, reason, promise_share=promise))
+    def _leave(self, text: str, reason: str) -> None:
+        """Note that a change was not tried to the end; what was measured of it stays."""
+        if text in self.trials and self.trials[text].status not in found.OPEN:
+            return  # it was tried before
+        trial = self.trials.get(text) or Trial(text, tuple(self.kept), found.NOT_TRIED)
+        self._note(replace(trial, reason=reason))
+
+    def _worth_another_try(self) -> list[str]:
+        """Return the changes that did not pay before the last one was kept."""
+        return [
+            text
+            for text, before in self._tried_on.items()
+            if self.trials[text].status in (found.NO_GAIN, found.SLOWER) and len(before) < len(self.kept)
+        ]
 
     def _needless(self, text: str) -> str | None:
         """Return why a change cannot add anything to those kept."""
-        if text.startswith("compile=") and "compile" not in self.kept:
+        is_compiled = any(one.partition("=")[0] in COMPILERS for one in self.kept)
+        if text.startswith("compile=") and "compile" in self.trials and not is_compiled:
             return "the default mode was not faster"
         if text == "fp32_matmul":
             flops = flops_by_dtype(self.attempts["+".join(self.kept)][0].recording)
@@ -213,11 +234,9 @@ class Search:
         plan = Plan(after, chosen.arithmetic, lowers_to, self._tolerance)
         times: tuple[list[float], list[float]] = ([], [])
         trial = Trial(text, tuple(self.kept), found.NO_GAIN)
-        is_compiled = any(one.partition("=")[0] in COMPILERS for one in self.kept)
-        extra_s = COMPILE_S if text.partition("=")[0] in COMPILERS and not (is_compiled and "=" not in text) else 0.0
         while True:
             before_s = fmean(self._seconds[before])
-            after_s = fmean(self._seconds[after] or [before_s + extra_s])
+            after_s = fmean(self._seconds[after] or [before_s + COMPILE_S.get(text, 0.0)])
             self._say(f"trying {text} on top of {before or UNCHANGED}, pair {len(times[1]) + 1}")
             if before not in self._order[-_LONGEST_BETWEEN:] or times[0]:
                 self._need(before_s + after_s)
@@ -240,6 +259,7 @@ class Search:
             decision = verdict(*times, self.noise_share())
             trial = replace(trial, gain=factor_of(*times))
             if decision is None:
+                self.trials[text] = replace(trial, status=found.UNDECIDED)
                 continue
             if decision == found.KEPT:
                 self._keep(text, replaced, times)
@@ -250,12 +270,8 @@ class Search:
     def _keep(self, text: str, replaced: str | None, times: tuple[list[float], list[float]]) -> None:
         self._pairs = ([], []) if self.kept else times
         self.kept = [one for one in self.kept if one != replaced] + [text]
-        self.trials = [
-            replace(trial, status=found.REPLACED, reason=f"{text} is faster")
-            if replaced is not None and trial.fix == replaced and trial.status == found.KEPT
-            else trial
-            for trial in self.trials
-        ]
+        if replaced is not None:
+            self.trials[replaced] = replace(self.trials[replaced], status=found.REPLACED, reason=f"{text} is faster")
 
     def _need(self, estimate_s: float) -> float:
         """Return the seconds that a run may take; OutOfTime if it is expected to take longer.
@@ -284,7 +300,7 @@ class Search:
                     break
                 for side, done in zip(self._pairs, runs):
                     side.append(steps_ns([done])[0])
-        except (OutOfTime, KeyboardInterrupt):
+        except KeyboardInterrupt:
             self.is_finished = False
         if len(self._pairs[1]) < 2:
             self._pairs = (steps_ns(self.attempts[BASELINE][1:]), steps_ns(self.attempts[best]))
@@ -313,7 +329,8 @@ class Search:
         return gate(plan, self.attempts[BASELINE], self.attempts[best])
 
     def _note(self, trial: Trial) -> None:
-        self.trials.append(trial)
+        trial = replace(trial, promise_share=self._promised.get(trial.fix))
+        self.trials[trial.fix] = trial
         self._say(trial_line(trial))
 
 

@@ -232,7 +232,7 @@ def _improvement(search: Search, command: Command, folder: Path, order: str) -> 
         kept=kept,
         gain=search.gain if kept else None,
         losses=search.losses() if kept else None,
-        trials=tuple(search.trials),
+        trials=tuple(search.trials.values()),
         code=tuple(code),
         order=order,
         peak_bytes=peaks,

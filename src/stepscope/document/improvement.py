@@ -80,7 +80,7 @@ def _rejected(trials: tuple[Trial, ...]) -> Iterator[Fact]:
 
 def _reason(trial: Trial) -> str:
     words = [trial.status]
-    if trial.gain is not None and trial.status in (found.NO_GAIN, found.SLOWER):
+    if trial.gain is not None and trial.status in (found.NO_GAIN, found.SLOWER, found.UNDECIDED):
         words.append(f"{_factor(trial.gain)}{_interval(trial.gain)}")
     if trial.status == found.WRONG and trial.losses is not None:
         words.append(losses_sentence(trial.losses))

@@ -16,8 +16,8 @@ MOST_PAIRS = 4  # of runs without and with a change, until a gain is called not 
 EXIT_NOTHING_TRIED = 4
 
 KEPT, NO_GAIN, SLOWER, WRONG, FAILED = "kept", "no gain", "slower", "wrong", "failed"
-REPLACED, NOT_APPLIED, NOT_TRIED = "replaced", "nothing to change", "not tried"
-STATUSES = (KEPT, REPLACED, NO_GAIN, SLOWER, WRONG, FAILED, NOT_APPLIED, NOT_TRIED)
+REPLACED, NOT_APPLIED, NOT_TRIED, UNDECIDED = "replaced", "nothing to change", "not tried", "undecided"
+OPEN = (NOT_TRIED, UNDECIDED)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Trial:
     on_top_of: tuple[str, ...]
     status: str
     """`kept`; `replaced`: kept until another value of it was faster; `no gain`; `slower`; `wrong`: the losses differ;
-    `failed`: the script does not run with it; `nothing to change`; `not tried`: no time was left."""
+    `failed`: the script does not run with it; `nothing to change`; `undecided`, `not tried`: no time was left."""
     reason: str | None = None
     gain: Factor | None = None  # compared with runs of the changes kept before it, in alternation
     losses: LossCheck | None = None  # compared with the unchanged script
