@@ -83,7 +83,7 @@ def _reason(trial: Trial) -> str:
     if trial.gain is not None and trial.status in (found.NO_GAIN, found.SLOWER, found.UNDECIDED):
         words.append(f"{_factor(trial.gain)}{_interval(trial.gain)}")
     if trial.status == found.WRONG and trial.losses is not None:
-        words.append(losses_sentence(trial.losses))
+        words.append(f"losses {losses_sentence(trial.losses)}")
     elif trial.reason is not None:
         words.append(safe(trial.reason, _LONGEST))
     return ": ".join(words)

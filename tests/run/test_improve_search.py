@@ -1,0 +1,275 @@
+"""The search of `stepscope improve` on made-up runs: what is kept, rejected, tried again and resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import stepscope
+from handmade import MS, sample, write_recording
+from stepscope import session
+from stepscope.api import improve_search
+from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
+from stepscope.sweep import record_runs
+from stepscope.sweep.record_runs import Failure
+
+RUN_S = 10.0
+
+
+@dataclass
+class Machine:
+    """Stands for a script and what changes do to it; `run_again` writes the recording that a run would leave."""
+
+    factors: dict[str, float] = field(default_factory=dict)  # change → how many times as fast, alone
+    together: dict[frozenset[str], float] = field(default_factory=dict)  # changes → another factor
+    losses: dict[str, float] = field(default_factory=dict)  # change → factor of the loss
+    failing: dict[str, str] = field(default_factory=dict)
+    seedless: float = 0.0
+    noise: float = 0.001
+    host_ns: dict[str, int] = field(default_factory=lambda: {"data": MS, "forward": 8 * MS, "optimizer": MS})
+    killed_at: int | None = None
+    runs: list[str] = field(default_factory=list)
+    now_s: float = 0.0
+    random: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def run_again(self, command, output, options, fix, rehearses, num_traced=0):
+        is_look = fix is not None and fix.startswith("?")
+        text = "" if fix is None or is_look else fix
+        if len(self.runs) == self.killed_at:
+            self.killed_at = None
+            output.mkdir(parents=True)
+            (output / "samples.jsonl").write_text('{"step": 0')
+            raise SystemExit("killed")
+        self.runs.append(text)
+        self.now_s += RUN_S
+        names = [each for each in text.split("+") if each]
+        speed = 1.0
+        for name in names:
+            speed *= self.factors.get(name, 1.0)
+        speed = next((s for some, s in self.together.items() if some <= set(names)), speed)
+        speed *= 1 + self.random.uniform(-self.noise, self.noise)
+        loss = 1 + self.random.uniform(-self.seedless, self.seedless)
+        for name in names:
+            loss *= self.losses.get(name, 1.0)
+        host = {name: round(ns / speed) for name, ns in self.host_ns.items()}
+        windows = ["warmup"] * 8 + ["clean"] * 20
+        samples = [sample(n, name, host_ns=host, loss=loss * 4 / (n + 1)) for n, name in enumerate(windows)]
+        looked = (fix or "").removeprefix("?").split("+")
+        facts = [{"id": each.partition("=")[0], "changed": {each: 1}, "left": {}} for each in looked if each]
+        for each in facts if is_look else []:
+            if each["id"] not in self.known:
+                each |= {"changed": {}, "left": {f"no use for {each['id']}": 1}}
+        environment = {"device": "cuda", "device_name": "Made-up", "torch": "2.0"}
+        write_recording(output, {"environment": environment, "fixes": facts}, samples)
+        for name in names or [""]:
+            if name in self.failing:
+                return Failure(self.failing[name])
+        return None
+
+    @property
+    def known(self) -> set[str]:
+        together = {name for some in self.together for name in some}
+        return {name.partition("=")[0] for name in {*self.factors, *together, *self.losses, *self.failing}}
+
+
+@pytest.fixture
+def improve(monkeypatch, tmp_path):
+    """`improve(machine, …)` runs the search on a made-up machine, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+
+    def run(machine, **options):
+        monkeypatch.setattr(record_runs, "run_again", machine.run_again)
+        monkeypatch.setattr(improve_search.time, "monotonic", lambda: machine.now_s)
+        return stepscope.improve("train.py", "--lr", "1", **options)
+
+    return run
+
+
+def statuses(result):
+    return {trial.fix: trial.status for trial in result.trials if trial.status != "nothing to change"}
+
+
+def test_what_pays_is_kept_and_combined(improve):
+    machine = Machine({"autocast": 1.5, "compile": 1.4, "cudnn_benchmark": 1.001, "pageable_copies": 0.8})
+
+    result = improve(machine)
+
+    assert result.kept == ("autocast", "compile") and result.is_finished and result.exit_code == 0
+    assert result.gain.factor == pytest.approx(2.1, rel=0.01) and result.gain.num_runs == (3, 3)
+    assert 2.0 < result.gain.low < result.gain.factor < result.gain.high < 2.2
+    assert result.baseline_ns == pytest.approx(10 * MS, rel=0.01)
+    assert statuses(result) == {
+        **{"autocast": "kept", "compile": "kept", "cudnn_benchmark": "no gain", "pageable_copies": "slower"},
+        **{"launch_bound": "slower", "compile=max-autotune-no-cudagraphs": "slower"},
+    }
+    brought = {trial.fix: trial.gain.factor for trial in result.trials if trial.status == "kept"}
+    assert brought == {"autocast": pytest.approx(1.5, rel=0.01), "compile": pytest.approx(1.4, rel=0.01)}
+    assert result.code == (
+        'with torch.autocast("cuda", dtype=torch.bfloat16):  # around the forward pass, not the backward',
+        "model.compile()  # before training",
+    )
+    assert json.loads(Path(result.folder, "improve.json").read_text())["result"] == json.loads(
+        json.dumps(result.to_json())
+    )
+    shown = " ".join(str(result).split())
+    assert "trains 2.1" in shown and "autocast, compile" in shown and "pageable_copies slower: 0.80×" in shown
+
+
+def test_a_change_and_the_baseline_alternate_and_one_pair_rejects(improve):
+    machine = Machine({"autocast": 1.5, "cudnn_benchmark": 1.001})
+
+    improve(machine, fix=["autocast", "cudnn_benchmark"])
+
+    # The survey, then pairs of the baseline and autocast, one try of cuDNN, and the third pair at the end.
+    assert machine.runs == ["", "", "autocast", "", "autocast", "autocast+cudnn_benchmark", "", "autocast"]
+
+
+def test_nothing_pays_and_the_screen_says_what_was_tried(improve):
+    result = improve(Machine({"autocast": 0.9, "unfused_optimizer": 1.0}))
+
+    assert result.kept == () and result.gain is None and result.best_ns == result.baseline_ns
+    assert "Nothing paid" in str(result) and "tried autocast, unfused_optimizer" in " ".join(str(result).split())
+    assert result.exit_code == 0 and result.code == ()
+
+
+def test_a_change_that_breaks_the_script_is_rejected_and_the_search_goes_on(improve):
+    machine = Machine({"unfused_optimizer": 1.3}, failing={"autocast": "RuntimeError: no such kernel"})
+
+    result = improve(machine)
+
+    assert statuses(result)["autocast"] == "failed" and result.kept == ("unfused_optimizer",)
+    assert "failed: RuntimeError: no such kernel" in " ".join(str(result).split())
+    assert machine.runs.count("autocast") == 1
+
+
+def test_a_fast_change_with_other_losses_is_rejected(improve):
+    machine = Machine(
+        {"autocast": 3.0, "unfused_optimizer": 2.0}, losses={"autocast": 1.03, "unfused_optimizer": 1.002}
+    )
+
+    result = improve(machine)
+
+    assert set(statuses(result).values()) == {"wrong"} and result.kept == ()
+    assert "losses differ: up to 3.0 % apart" in " ".join(str(result).split())
+    assert improve(machine, tolerance=0.05).kept == ("autocast", "unfused_optimizer")
+
+
+def test_without_a_seed_the_spread_of_the_baseline_is_allowed_and_said(improve):
+    machine = Machine({"unfused_optimizer": 2.0}, seedless=0.05)
+
+    result = improve(machine)
+
+    assert result.kept == ("unfused_optimizer",) and result.losses.noise_share > 0.02
+    assert "from run to run" in result.warnings[0] and "Seed the script" in result.warnings[0]
+    machine = Machine({"autocast": 2.0}, seedless=0.02, losses={"autocast": 1.5})
+    assert improve(machine, clean=19).kept == ()
+
+
+def test_what_pays_only_with_another_change_is_tried_again(improve):
+    pair = frozenset({"memory_layout", "autocast"})
+    machine = Machine({"autocast": 0.9, "memory_layout": 1.3}, {pair: 3.0})
+
+    result = improve(machine, fix=["autocast", "memory_layout"])
+
+    assert machine.runs[2] == "autocast" and result.kept == ("memory_layout", "autocast")
+    assert result.gain.factor == pytest.approx(3.0, rel=0.01)
+
+
+def test_a_better_mode_of_the_compiler_replaces_the_first(improve):
+    result = improve(Machine({"compile": 1.3, "launch_bound": 1.6}))
+
+    assert result.kept == ("launch_bound",) and statuses(result)["compile"] == "replaced"
+    assert result.code == ('model.compile(mode="reduce-overhead")  # before training',)
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 3, 7])
+def test_after_a_kill_the_same_call_goes_on_and_repeats_nothing(improve, killed_at):
+    whole, machine = Machine({"autocast": 1.5, "compile": 1.4}), Machine({"autocast": 1.5, "compile": 1.4})
+    first = improve(whole, output="whole")
+    machine.killed_at = killed_at
+
+    with pytest.raises(SystemExit):
+        improve(machine)
+    result = improve(machine)
+
+    assert machine.runs == whole.runs and result.kept == first.kept
+    assert result.gain == first.gain and result.seconds == first.seconds
+
+
+def test_a_finished_folder_is_not_overwritten_and_resume_goes_on_with_more_time(improve):
+    machine = Machine({"autocast": 1.5, "compile": 1.4})
+    first = improve(machine, minutes=1.2, output="out")
+    num_runs = len(machine.runs)
+
+    assert not first.is_finished and first.kept == ("autocast",) and statuses(first)["compile"] == "not tried"
+    assert first.seconds <= 1.2 * 60
+    with pytest.raises(UsageError, match="--resume"):
+        improve(machine, output="out")
+    second = improve(machine, minutes=20, output="out", resume=True)
+    assert second.kept == ("autocast", "compile") and second.is_finished
+    assert len(machine.runs) == second.num_runs > num_runs
+    with pytest.raises(UsageError, match="other runs"):
+        improve(machine, output="out", resume=True, clean=10)
+
+
+def test_another_call_after_the_end_measures_in_a_new_folder(improve):
+    machine = Machine({"autocast": 1.5})
+
+    first, second = (improve(machine, fix="autocast") for _ in range(2))
+
+    assert first.folder != second.folder and len(machine.runs) == 2 * first.num_runs
+
+
+def test_without_the_reading_side_the_order_is_fixed_and_says_why(improve, monkeypatch):
+    def missing():
+        raise MissingDependencyError("polars is missing: pip install polars msgspec")
+
+    monkeypatch.setattr(session, "need_read_side", missing)
+    result = improve(Machine({"autocast": 1.5}))
+
+    assert (
+        result.order
+        == "the fixed order; the ledger could not be computed: polars is missing: pip install polars msgspec"
+    )
+
+
+def test_a_phase_that_takes_most_of_the_step_is_looked_at_first(improve):
+    machine = Machine({"unfused_optimizer": 2.0, "autocast": 1.5})
+    machine.host_ns = {"data": 1, "forward": 4 * MS, "optimizer": 6 * MS}
+
+    result = improve(machine)
+
+    assert machine.runs[2] == "unfused_optimizer" and result.trials[-1].promise_share is None
+    kept = next(trial for trial in result.trials if trial.fix == "unfused_optimizer")
+    assert kept.promise_share == pytest.approx(0.6)
+
+
+def test_a_change_of_a_phase_without_time_costs_no_run(improve):
+    machine = Machine({"waiting_for_data": 2.0})
+    machine.host_ns = {"data": 1, "forward": 9 * MS, "optimizer": MS}
+
+    result = improve(machine, fix="waiting_for_data")
+
+    assert machine.runs == ["", ""] and result.trials[0].reason == "it can save at most 0.0 % of a step"
+
+
+def test_on_a_noisy_machine_a_true_gain_survives_a_bad_first_pair(improve):
+    machine = Machine({"unfused_optimizer": 1.6}, noise=0.3)
+
+    assert improve(machine, fix="unfused_optimizer", minutes=60).kept == ("unfused_optimizer",)
+
+
+def test_a_script_that_fails_unchanged_is_an_error(improve):
+    with pytest.raises(StepscopeError, match="fails without a fix: boom"):
+        improve(Machine(failing={"": "boom"}))
+
+
+@pytest.mark.parametrize("fix", ["small_batch", "autocast+compile", "turbo"])
+def test_what_cannot_be_tried_is_a_usage_error(improve, fix):
+    with pytest.raises(UsageError):
+        improve(Machine(), fix=fix)
