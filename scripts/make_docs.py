@@ -68,7 +68,7 @@ TABLES = [
     ("docs/whatif.md", "analysis/time/replay.py", "Replayed"),
     ("docs/verify.md", "analysis/comparison/verification.py", "Verification"),
     ("docs/verify.md", "analysis/comparison/verification.py", "Verified"),
-    ("docs/verify.md", "analysis/comparison/verification.py", "LossCheck"),
+    ("docs/verify.md", "analysis/comparison/losses.py", "LossCheck"),
     ("docs/verify.md", "analysis/comparison/verification.py", "Expected"),
     ("docs/compare.md", "analysis/comparison/compare.py", "Comparison"),
     ("docs/compare.md", "analysis/comparison/compare.py", "Pair"),

@@ -72,7 +72,7 @@ _TRACE_VERBS = [
     "report {} --no-cache -o {out}.md", "report {} --no-cache -o {out}.json",
     "export {} perfetto --no-cache -o {out}.json", "export {} speedscope --no-cache -o {out}.json",
     "export {} csv --no-cache -o {out}",
-    "export {} parquet --no-cache -o {out}", "sql {} --no-cache",
+    "export {} parquet --no-cache -o {out}", "analyze --sql {} --no-cache",
     "compare {} {base} --no-cache", "compare {base} {} --no-cache --json",
 ]  # fmt: skip
 _MEMORY_VERBS = ["show {}", "show {} --json", "analyze {} --memory --json", "analyze {} --memory -o {out}.svg",
@@ -81,7 +81,7 @@ VERBS = {
     "trace": _TRACE_VERBS,
     "ranks": ["show {}", "analyze {} --no-cache --json", "diagnose {} --no-cache --json",
               "report {} --no-cache -o {out}.html", "export {} perfetto --no-cache -o {out}.json",
-              "sql {} --no-cache"],
+              "analyze --sql {} --no-cache"],
     "recording": _TRACE_VERBS,
     "memory": 10 * _MEMORY_VERBS,
     "snapshot": 10 * _MEMORY_VERBS,
@@ -357,7 +357,7 @@ def run_case(number: int, bases: dict[str, list[Path]], folder: Path) -> Outcome
         shutil.copy(base, target)
         damage_file(target, chance)
     words = [word.format(target, base=base, out=folder / "out") for word in verb.split()]
-    if verb.startswith("sql"):
+    if verb.startswith("analyze --sql"):
         words.append("select count(*) from host")
     code = problem = None
     try:

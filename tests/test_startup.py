@@ -49,7 +49,7 @@ def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
         COMMAND.format(words=["run", "--help"]),
         COMMAND.format(words=["show", "--help"]),
         COMMAND.format(words=["doctor", "--help"]),
-        COMMAND.format(words=["sql", "--help"]),
+        COMMAND.format(words=["analyze", "--sql", "--help"]),
         COMMAND.format(words=["verify", "--help"]),
         COMMAND.format(words=["list", "fixes"]),
         COMMAND.format(words=["show", "run"]),

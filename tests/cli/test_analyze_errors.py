@@ -148,17 +148,24 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words", ["analyze {}", "analyze {} --json", "sql {} 'select 1'", "sql {} 'select 1' --csv", "sql --tables"]
+    "words",
+    [
+        "analyze {}",
+        "analyze {} --json",
+        "analyze --sql {} 'select 1'",
+        "analyze --sql {} 'select 1' --csv",
+        "analyze --sql --tables",
+    ],
 )
 def test_a_closed_output_is_one_line(trace, words):
-    verb = words.split()[0]
+    verb = "analyze --sql" if "--sql" in words else "analyze"
     done = shell(f"{words.format(trace)} >&-")
 
     assert done.returncode == 2
     assert done.stderr == f"stepscope {verb}: the answer could not be written: standard output is closed\n"
 
 
-@pytest.mark.parametrize("words", ["analyze {} --no-cache", "analyze {} --json", "sql {} 'select 1' --csv"])
+@pytest.mark.parametrize("words", ["analyze {} --no-cache", "analyze {} --json", "analyze --sql {} 'select 1' --csv"])
 def test_nowhere_to_complain_costs_no_answer(trace, words):
     expected = shell(words.format(trace))
     done = shell(f"{words.format(trace)} 2>&-")
@@ -169,9 +176,9 @@ def test_nowhere_to_complain_costs_no_answer(trace, words):
 def test_a_complaint_that_nobody_can_see_does_not_go_into_the_answer(tmp_path, trace):
     cut = training().write(tmp_path / "cut.json")
     cut.write_bytes(cut.read_bytes()[:-200])
-    assert shell(f"sql {cut} 'select 1 as a' --csv").stderr
+    assert shell(f"analyze --sql {cut} 'select 1 as a' --csv").stderr
 
-    assert shell(f"sql {cut} 'select 1 as a' --csv 2>&-").stdout == "a\n1\n"
+    assert shell(f"analyze --sql {cut} 'select 1 as a' --csv 2>&-").stdout == "a\n1\n"
     done = shell(f"analyze {tmp_path / 'nothing.json'} 2>&-")
     assert (done.returncode, done.stdout) == (2, "")
 

@@ -1,4 +1,4 @@
-"""`stepscope sql`: what people type works, what comes out is safe, and a query sees nothing but the trace."""
+"""`analyze --sql`: what people type works, what comes out is safe, and a query sees nothing but the trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from stepscope.cli.sql import fit
+from stepscope.cli.analyze_sql import fit
 from stepscope.errors import UsageError
 from stepscope.session import open_session
 from stepscope.session.sql import refuse_other_than_query, tables_of
@@ -73,11 +73,11 @@ def tables(trace) -> dict[str, pl.DataFrame]:
 
 
 def sql(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return run_verb("sql", *words, cwd=cwd)
+    return run_verb("analyze", "--sql", *words, cwd=cwd)
 
 
 def sql_process(*words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stepscope", "sql", *map(str, words)]
+    command = [sys.executable, "-m", "stepscope", "analyze", "--sql", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", **options)
 
 
@@ -273,7 +273,7 @@ def test_names_cannot_speak_to_the_terminal(tmp_path):
 
 def test_csv_on_a_terminal_is_safe_too(tmp_path):
     trace = put(tmp_path / "t.json", [complete("cpu_op", "evil\x1b[2J", 1, 1)])
-    command = [sys.executable, "-m", "stepscope", "sql", str(trace), "select name from host", "--csv"]
+    command = [sys.executable, "-m", "stepscope", "analyze", "--sql", str(trace), "select name from host", "--csv"]
     main, other = os.openpty()
     try:
         subprocess.run(command, stdout=other, check=True)
@@ -331,7 +331,7 @@ def test_a_wrong_query_is_one_line_with_the_tables(trace, query, what):
     done = sql(trace, query)
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("stepscope sql: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("stepscope analyze --sql: ") and done.stderr.count("\n") == 1
     assert what in done.stderr and all(table.name in done.stderr.partition("(tables: ")[2] for table in TABLES)
 
 
@@ -416,14 +416,14 @@ def test_what_is_wrong_with_a_trace_is_said_beside_the_answer(tmp_path):
     done = sql(trace, "select count(*) as n from device", "--json")
 
     assert done.returncode == 0 and json.loads(done.stdout) == [{"n": 3}]
-    assert done.stderr.startswith("stepscope sql: cut.json: ")
+    assert done.stderr.startswith("stepscope analyze --sql: cut.json: ")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     trace = put(tmp_path / "t.json", [complete("cpu_op", "x" * 100, i, 1) for i in range(3_000)])
     # Several megabytes: more than a pipe takes in when nobody reads it.
     query = "select a.name from host a cross join (select event from host limit 20) b"
-    command = f"{sys.executable} -m stepscope sql {trace} '{query}' --csv | head -1"
+    command = f"{sys.executable} -m stepscope analyze --sql {trace} '{query}' --csv | head -1"
 
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
 
@@ -432,11 +432,11 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 
 def test_a_full_disk_is_one_line(trace):
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "stepscope", "sql", str(trace), "select * from host"]
+        command = [sys.executable, "-m", "stepscope", "analyze", "--sql", str(trace), "select * from host"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
 
     assert done.returncode == 2
-    assert done.stderr == "stepscope sql: the answer could not be written: No space left on device\n"
+    assert done.stderr == "stepscope analyze --sql: the answer could not be written: No space left on device\n"
 
 
 def test_a_terminal_that_knows_no_accents(tmp_path):

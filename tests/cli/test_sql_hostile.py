@@ -1,4 +1,4 @@
-"""`stepscope sql` and whoever wrote the query or the trace: nothing else is read, sent, run or filled."""
+"""`stepscope analyze --sql` and whoever wrote the query or the trace: nothing else is read, sent, run or filled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stepscope.session.sql import run_query
 from stepscope.session.sql_process import NO_OTHER_FILE
 from verbs import run_verb
 
-sql = partial(run_verb, "sql")
+sql = partial(run_verb, "analyze", "--sql")
 SECRET = "root-line:x:0"
 FUNCTIONS = ("read_csv", "read_parquet", "read_json", "read_ndjson", "read_ipc", "scan_csv", "READ_CSV", "Read_Csv")
 QUOTED = (
@@ -186,7 +186,7 @@ def test_no_process_imports_from_the_folder_it_is_run_in(tmp_path):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
     # As the installed command does it: the folder is not where the first process imports from.
     code = "import sys; del sys.path[0]; from stepscope.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = ["sql", trace.name, "select name from host", "--json"]
+    words = ["analyze", "--sql", trace.name, "select name from host", "--json"]
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
 
     assert json.loads(done.stdout) == [{"name": "aten::mm"}], done.stderr

@@ -100,13 +100,8 @@ class Switchable(nn.Module):
 
 def test_a_models_own_switch_is_set_to_sdpa(apply):
     fixes = apply("sdpa")
-    model, ready, refusing, none = (
-        Switchable(),
-        Switchable("flash_attention_2"),
-        Switchable(refuses=True),
-        nn.Linear(1, 1),
-    )
-    fixes.use_roots([model, ready, refusing, none])
+    model, ready, refusing = Switchable(), Switchable("flash_attention_2"), Switchable(refuses=True)
+    fixes.use_roots([model, ready, refusing, nn.Linear(1, 1)])
 
     assert model.config._attn_implementation == "sdpa"
     found = facts(fixes, "sdpa")
@@ -151,6 +146,15 @@ def test_threads_are_set_also_if_the_script_sets_others(apply, monkeypatch):
     assert found["value"] == "3"
     fixes.remove()
     assert torch.get_num_threads() == before
+
+
+def test_rounding_moves_weights_by_less_than_half_a_unit_and_leaves_the_random_numbers(apply):
+    _, _, plain, _ = trained(apply, "")
+    state = torch.get_rng_state()
+    _, _, losses, fixes = trained(apply, "rounding=bf16")
+
+    assert losses[:2] == plain[:2] and losses[2] != plain[2] and losses[2] == pytest.approx(plain[2], rel=0.05)
+    assert torch.equal(torch.get_rng_state(), state) and facts(fixes, "rounding")["changed"]
 
 
 def test_a_setting_of_cudnn_without_a_gpu_finds_nothing(apply):
@@ -206,7 +210,7 @@ def test_a_compiled_model_with_dropout_draws_the_masks_of_eager_mode(apply, monk
 def test_every_change_has_lines_for_the_script():
     lines = {text: code_of(text, {"waiting_for_data": "8", "threads": "4"}, "cuda")[0] for text in TRIES}
 
-    assert set(text.partition("=")[0] for text in TRIES) == set(FIXES) - {"small_batch"}
+    assert {text.partition("=")[0] for text in TRIES} == set(FIXES) - {"small_batch"}
     assert not [line for line in lines.values() if "{" in line]
     assert "num_workers=8" in lines["waiting_for_data"] and "set_num_threads(4)" in lines["threads"]
     assert "SDPBackend.CUDNN_ATTENTION" in lines["attention_backend=cudnn"]

@@ -46,7 +46,7 @@ def attend():
 
 
 def test_both_sides_know_the_same_fixes_and_findings_have_their_names():
-    assert set(FIXES) == set(CHANGES)
+    assert set(FIXES) == set(CHANGES) - {"rounding"}
     of_no_finding = {"autocast", "compile", "sdpa", "cudnn_benchmark", "threads", "expandable_segments"}
     assert set(FIXES) - {rule.id for rule in all_rules()} == of_no_finding
     assert {name for fix in FIXES.values() for name in fix.findings} <= {rule.id for rule in all_rules()}

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification, check_losses, verify
+from stepscope.analysis.comparison.losses import check_losses
+from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification, verify
 from stepscope.document.verification import losses_sentence, verification_document
 from stepscope.errors import UsageError
 from stepscope.findings.fixes import parse_fix
@@ -50,6 +51,21 @@ def test_runs_of_a_script_that_does_not_seed_itself_are_held_to_how_far_they_are
     assert near.limit_share == pytest.approx(0.101)
     assert (near.verdict, far.verdict) == ("agree", "differ")
     assert "5.0 % between two baseline runs" in losses_sentence(near) and "seed" in losses_sentence(near)
+
+
+def test_where_training_amplifies_rounding_twice_as_much_is_allowed_and_not_before():
+    """GIVEN losses that rounding moves from step 4 on THEN a change may move them there, and nowhere else."""
+    rounded = {step: loss * (1.1 if step > 3 else 1.0) for step, loss in FALLING.items()}
+    late, early = ({s: loss * (1.15 if is_in(s) else 1.0) for s, loss in FALLING.items()} for is_in in (
+        lambda step: step > 4, lambda step: step in (2, 5)))  # fmt: skip
+
+    assert check_losses([FALLING], [late], "reordered").verdict == "differ"
+    found = check_losses([FALLING], [late], "reordered", rounded=[rounded])
+    assert (found.verdict, found.step, found.rounding_share) == ("agree", 5, pytest.approx(0.1))
+    assert found.difference_share == pytest.approx(0.15) and found.limit_share == pytest.approx(0.201)
+    assert "twice the 10 % that rounding alone" in losses_sentence(found)
+    found = check_losses([FALLING], [early], "reordered", rounded=[rounded])
+    assert (found.verdict, found.step, found.limit_share) == ("differ", 2, pytest.approx(0.001))
 
 
 def test_one_run_that_strays_is_not_enough_and_most_are():

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 
 from stepscope.analysis.comparison import improvement as found
 from stepscope.analysis.comparison.improvement import LEAST_GAIN, Trial, factor_of, verdict
+from stepscope.analysis.comparison.losses import DIFFER, NOT_COMPARED, SAME, LossCheck
 from stepscope.analysis.comparison.verification import (
-    DIFFER,
-    NOT_COMPARED,
-    SAME,
     Attempt,
-    LossCheck,
     Plan,
     applied,
     flops_by_dtype,
@@ -25,7 +22,7 @@ from stepscope.analysis.comparison.verification import (
     refusal,
     steps_ns,
 )
-from stepscope.analysis.time.summary import loop_of
+from stepscope.analysis.time.summary import clean_step_ns, loop_of
 from stepscope.api.verification import attempt, need_timed, read_attempt
 from stepscope.findings.fixes import parse_fix
 from stepscope.formatting import percent
@@ -248,7 +245,7 @@ class Search:
                 status = found.FAILED if done.failure is not None else found.NOT_APPLIED
                 return replace(trial, status=status, reason=refused.reason, changed=refused.changed)
             assert done.recording is not None
-            losses = gate(plan, self.attempts[BASELINE], self.attempts[after])
+            losses = self._gate(plan)
             trial = replace(trial, losses=losses, changed=applied(done.recording)[0])
             if not done.recording.window("clean"):
                 return replace(trial, status=found.FAILED, reason="the script ended before any step was timed")
@@ -266,6 +263,24 @@ class Search:
             elif len(times[1]) > 1:
                 trial = replace(trial, reason="the runs with and without it overlap")
             return replace(trial, status=decision)
+
+    def _gate(self, plan: Plan) -> LossCheck:
+        """Return whether the losses of some changes agree with those of the unchanged script.
+
+        If they do not, the unchanged script runs once with weights disturbed by rounding: training may amplify it.
+        """
+        losses = gate(plan, self.attempts[BASELINE], self.attempts[plan.fix])
+        if losses.verdict != DIFFER or plan.arithmetic == SAME or plan.tolerance_share is not None:
+            return losses
+        lowers = {fix.lowers_to for fix in parse_fix(plan.fix).fixes}
+        flops = flops_by_dtype(self.attempts[BASELINE][0].recording)
+        low = next((dtype for dtype in ("bf16", "fp16", "tf32") if dtype in lowers or flops.get(dtype)), "fp32")
+        rounded = f"rounding={low}"
+        if not self.attempts[rounded]:
+            self._say(f"measuring how far rounding to {low} moves the losses")
+            self._run(rounded, limit_s=self._need(fmean(self._seconds[BASELINE])))
+        found_by = [each for each in self.attempts[rounded] if each.failure is None]
+        return gate(plan, self.attempts[BASELINE], self.attempts[plan.fix], found_by)
 
     def _keep(self, text: str, replaced: str | None, times: tuple[list[float], list[float]]) -> None:
         self._pairs = ([], []) if self.kept else times
@@ -307,9 +322,10 @@ class Search:
         self.gain = factor_of(*self._pairs)
 
     def noise_share(self) -> float:
-        """Return how far runs of the same program are apart: the slowest ÷ the fastest, minus 1."""
+        """Return how far runs of the same program are apart, or typically the halves of a run if that is more."""
         both = [[loop.step_ns for each in some if (loop := _loop(each))] for some in self.attempts.values()]
-        return max((max(times) / min(times) - 1 for times in both if times), default=0.0)
+        halves = sorted(apart for some in self.attempts.values() for each in some if (apart := _halves(each)))
+        return max([0.0, *halves[len(halves) // 2 :][:1], *(max(times) / min(times) - 1 for times in both if times)])
 
     def _is_proven(self) -> bool:
         num = len(self._pairs[1])
@@ -325,8 +341,7 @@ class Search:
         if not self.kept:
             return None
         best = "+".join(self.kept)
-        plan = Plan(best, parse_fix(best).arithmetic, (), self._tolerance)
-        return gate(plan, self.attempts[BASELINE], self.attempts[best])
+        return self._gate(Plan(best, parse_fix(best).arithmetic, (), self._tolerance))
 
     def _note(self, trial: Trial) -> None:
         trial = replace(trial, promise_share=self._promised.get(trial.fix))
@@ -351,6 +366,15 @@ def _wrong(losses: LossCheck) -> str | None:
 
 def _loop(done: Attempt) -> LoopTime | None:
     return None if done.recording is None or done.failure is not None else loop_of(done.recording)
+
+
+def _halves(done: Attempt) -> float | None:
+    """Return how far the mean step of a run's first half is from that of its second half."""
+    steps = () if done.recording is None else clean_step_ns(done.recording)
+    if len(steps) < 2:
+        return None
+    means = [fmean(steps[: len(steps) // 2]), fmean(steps[len(steps) // 2 :])]
+    return max(means) / min(means) - 1
 
 
 def _phase_share(recording: Recording, phase: str) -> float | None:

@@ -91,7 +91,7 @@ def improve(
 
 def _wanted(texts: Sequence[str]) -> tuple[str, ...]:
     """Return changes as typed; UsageError for one that is unknown or whose losses cannot be compared."""
-    from stepscope.analysis.comparison.verification import NOT_COMPARABLE
+    from stepscope.analysis.comparison.losses import NOT_COMPARABLE
     from stepscope.findings.fixes import parse_fix
 
     for text in texts:
@@ -191,7 +191,8 @@ def _promised(rehearsal: Attempt) -> dict[str, float]:
 
 def _improvement(search: Search, command: Command, folder: Path, order: str) -> Improvement:
     from stepscope.analysis.comparison.improvement import Improvement
-    from stepscope.analysis.comparison.verification import REDUCED, TOLERANCE, loss_noise
+    from stepscope.analysis.comparison.losses import REDUCED, TOLERANCE
+    from stepscope.analysis.comparison.verification import loss_noise
     from stepscope.api.improve_search import BASELINE
     from stepscope.findings.fixes import code_of
 

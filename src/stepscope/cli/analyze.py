@@ -20,6 +20,7 @@ examples:
   stepscope analyze --attention runs/train-20260101-120000
   stepscope analyze --copies trace.json.gz
   stepscope analyze --compiler runs/train-20260101-120000
+  stepscope analyze --sql trace.json.gz "select kind, count(*) as num from host group by kind"
 """
 
 import argparse
@@ -42,6 +43,7 @@ VIEWS = {
     "attention": "show attention backends, and why flash was not used",
     "copies": "show where copies and casts come from",
     "compiler": "show what torch.compile did and what it cost",
+    "sql": "query the tables with SQL (analyze --sql --help)",
 }
 
 

@@ -3,7 +3,7 @@
 FORMAT is one of:
   perfetto    a trace for ui.perfetto.dev and chrome://tracing, with tracks for steps, phases, modules and findings
   speedscope  a flame graph per host thread and GPU stream, for speedscope.app
-  csv         a folder with the tables of stepscope sql and of stepscope analyze
+  csv         a folder with the tables of stepscope analyze --sql and of stepscope analyze
   parquet     the same tables as Parquet files
 
 examples:

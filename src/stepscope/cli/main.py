@@ -30,12 +30,11 @@ GROUPS = {
     },
     "for a file: a recording, a trace or a sweep (default: the latest run)": {
         "show": "summarize a run, trace, sweep or memory snapshot",
-        "analyze": "break down time, memory or compilation in a trace",
+        "analyze": "break down a trace: time, memory, compiler, SQL",
         "diagnose": "find problems, what they cost and how to fix them",
         "compare": "test whether two runs differ, and show where",
         "report": "write an HTML page, Markdown, or tables and charts",
         "export": "export a trace to Perfetto, speedscope, CSV or Parquet",
-        "sql": "query the tables of a trace",
     },
     "for this machine": {
         "list": "list workloads, rules, fixes and studies",
@@ -45,8 +44,10 @@ GROUPS = {
 VERBS = {name: text for verbs in GROUPS.values() for name, text in verbs.items()}
 CHECKS = {"compile": "bench_compile", "dtypes": "bench_dtypes", "precision": "bench_precision"}
 """What `stepscope bench --check` can be, and the module of each."""
+SQL = "analyze --sql"
 RENAMED = {
     "card": "show",
+    "sql": SQL,
     "whatif": "diagnose --scale",
     "compile-check": "bench --check compile",
     "audit": "bench --check dtypes",
@@ -108,13 +109,19 @@ def verb_parser(name: str, module: ModuleType) -> Parser:
     module.add_arguments(parser)
     from stepscope.cli.support.settings import set_defaults
 
-    set_defaults(parser, name.split()[0])
+    set_defaults(parser, "sql" if name == SQL else name.split()[0])
     return parser
 
 
 def _find(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
-    """Return the verb's name, its module and its arguments; `bench --check X` has a module of its own."""
+    """Return the verb's name, its module and its arguments.
+
+    `bench --check X` and `analyze --sql` have modules of their own.
+    """
     name, *rest = arguments
+    if name == "analyze" and "--sql" in rest:
+        place = rest.index("--sql")
+        return SQL, importlib.import_module("stepscope.cli.analyze_sql"), rest[:place] + rest[place + 1 :]
     for place, word in enumerate(rest if name == "bench" else ()):
         option, equals, value = word.partition("=")
         if option == "--check":

@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from stepscope.analysis.comparison import losses as gate
 from stepscope.analysis.comparison import verification as verify
+from stepscope.analysis.comparison.losses import LossCheck
 from stepscope.analysis.comparison.metrics import METRICS
-from stepscope.analysis.comparison.verification import Expected, LossCheck, Verification, Verified
+from stepscope.analysis.comparison.verification import Expected, Verification, Verified
 from stepscope.document.comparison import change_text, figure, interval_text, p_text, signed
 from stepscope.document.model import Document, Fact, Facts, Section
 from stepscope.formatting import average, duration, milliseconds, percent, plural, significant, size, whole_percent
@@ -114,15 +116,17 @@ def _expected(expected: Expected) -> str:
 
 def losses_sentence(losses: LossCheck) -> str:
     """Return whether the losses agree, how far they are apart, and what is allowed."""
-    if losses.verdict == verify.NOT_COMPARED:
+    if losses.verdict == gate.NOT_COMPARED:
         return f"not compared: {losses.reason}"
     noise = losses.noise_share or 0.0
     allowed = f"allowed {_small(losses.limit_share)} ({_ALLOWED[losses.arithmetic]}"
     if noise:
         allowed += f" {_small(losses.tolerance_share)}, plus twice the {_small(noise)} between two baseline runs"
         allowed += "; seed the script for a stricter check" if noise > (losses.tolerance_share or 0) else ""
+    if losses.rounding_share:
+        allowed += f", plus twice the {_small(losses.rounding_share)} that rounding alone changes by that step"
     allowed += ")"
-    how, steps = "agree" if losses.verdict == verify.AGREE else "differ", plural(losses.num_steps, "step")
+    how, steps = "agree" if losses.verdict == gate.AGREE else "differ", plural(losses.num_steps, "step")
     if losses.difference_share == 0:
         return f"{how}: identical to the last digit in {steps}; {allowed}"
     far = "not a number" if losses.difference_share is None else f"up to {_small(losses.difference_share)} apart"

@@ -26,7 +26,7 @@ _ROWS_A_CHUNK = 50_000
 
 
 def write_tables(selection: Selection, rank: int, findings: Sequence[Finding], target: Path, form: str) -> list[Path]:
-    """Write every table that has rows: `trace/` as `stepscope sql` has them, `analysis/` as `stepscope analyze`."""
+    """Write every table that has rows: `trace/` as `analyze --sql` has them, `analysis/` as `stepscope analyze`."""
     written = []
     with writing(target):
         target.mkdir(exist_ok=True)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.comparison.verification import NOT_COMPARABLE, REDUCED, REORDERED, SAME, Expected
+from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, SAME
+from stepscope.analysis.comparison.verification import Expected
 from stepscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Fix:
     id: str
     about: str  # effect on the script
     arithmetic: str
-    """How losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/verification.py`)."""
+    """How losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/losses.py`)."""
     code: str
     """The same change in the script, for `stepscope improve`; `{value}` and `{device}` are filled in."""
     values: tuple[str, ...] = ()  # values allowed after `=`, the default first; `N` stands for any number

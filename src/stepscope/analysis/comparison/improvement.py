@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
+from stepscope.analysis.comparison.losses import LossCheck
 from stepscope.analysis.comparison.significance import Difference, difference_of_runs
-from stepscope.analysis.comparison.verification import LossCheck
 from stepscope.display import Shown
 
 SCHEMA_VERSION = 1

@@ -16,7 +16,7 @@ from stepscope.recorder.fixes.changes import (
     MoreWorkers,
     PinnedCopies,
 )
-from stepscope.recorder.fixes.models import ChannelsLast, FusedAttention
+from stepscope.recorder.fixes.models import ChannelsLast, FusedAttention, Rounding
 from stepscope.recorder.fixes.settings import AttentionBackend, CudnnBenchmark, ExpandableSegments, Tf32, Threads
 
 CHANGES: dict[str, Callable[[str | None], Change]] = {
@@ -34,6 +34,7 @@ CHANGES: dict[str, Callable[[str | None], Change]] = {
     "small_batch": LargerBatch,
     "threads": Threads,
     "expandable_segments": ExpandableSegments,
+    "rounding": Rounding,
 }
 
 

@@ -95,3 +95,39 @@ class FusedAttention(Change):
                 self.left[f"{name} refused sdpa: {str(error).splitlines()[0]}"] += 1
                 return
         self.changed[f"{name} with sdpa attention instead of {now}"] += 1
+
+
+ROUNDING = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}  # half a unit in the last place
+
+
+class Rounding(Change):
+    """Moves weights by up to half a unit in the last place before each forward: what rounding does to the losses.
+
+    It is no fix: `stepscope improve` compares it with changes of precision or of the order of sums.
+    """
+
+    nothing_seen = "no module was called from outside compiled code"
+
+    def use_roots(self, roots: list[nn.Module]) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}  # the script's own stays as it is
+        for root in roots:
+            replace_call(root, lambda call, root=root: self._rounded(call, root))  # type: ignore[misc]
+            self.changed[f"{type(root).__name__} with rounded weights"] += 1
+
+    def _rounded(self, call: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if root.training and torch.is_grad_enabled():
+                with torch.no_grad():
+                    for parameter in root.parameters():
+                        self._move(parameter)
+            return call(*args, **kwargs)
+
+        return forward
+
+    def _move(self, parameter: torch.Tensor) -> None:
+        if parameter.is_floating_point() and parameter.requires_grad:
+            device = parameter.device
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(0)
+            noise = torch.empty_like(parameter).uniform_(-1, 1, generator=self._generators[device])
+            parameter.mul_(noise.mul_(ROUNDING[self.value or "fp32"]).add_(1))

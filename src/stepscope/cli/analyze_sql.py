@@ -4,11 +4,11 @@ PATH is a trace, a folder of ranks or a recording. Every table also has the colu
 traces, join on `file` too. docs/tables.md describes the tables.
 
 examples:
-  stepscope sql --tables
-  stepscope sql trace.json.gz "select kind, count(*) as num from host group by kind"
-  stepscope sql runs/ddp "select rank, sum(duration_ns) / 1e6 as ms from device group by rank"
-  stepscope sql runs/ddp --rank 3 "select name, bytes from device where kind = 'memcpy'"
-  stepscope sql trace.json.gz "select * from device where name like '%gemm%'" --csv > gemms.csv
+  stepscope analyze --sql --tables
+  stepscope analyze --sql trace.json.gz "select kind, count(*) as num from host group by kind"
+  stepscope analyze --sql runs/ddp "select rank, sum(duration_ns) / 1e6 as ms from device group by rank"
+  stepscope analyze --sql runs/ddp --rank 3 "select name, bytes from device where kind = 'memcpy'"
+  stepscope analyze --sql trace.json.gz "select * from device where name like '%gemm%'" --csv > gemms.csv
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
     refuse_other_than_query(arguments.query)
     memory_limit = bytes_of(arguments.memory_limit) or MEMORY_LIMIT_BYTES
     with opened(arguments, arguments.path) as session:
-        tables = tables_of(session, lambda text: tell(f"stepscope sql: {text}"))
+        tables = tables_of(session, lambda text: tell(f"stepscope analyze --sql: {text}"))
         answer = run_query(tables, arguments.query, memory_limit)
     limit = arguments.limit or (answer.height if arguments.json or arguments.csv else ROWS_SHOWN)
     shown = answer.head(limit)
