@@ -1,10 +1,10 @@
 """Runs `stepscope improve` on three unmodified scripts and writes its screens and JSON to a folder.
 
-    python benchmarks/improve_h200.py OUT                      all three, about 9 minutes
-    python benchmarks/improve_h200.py OUT --only resnet50 --minutes 8
+    python benchmarks/improve_h200.py OUT --only resnet50                       8 minutes
+    python benchmarks/improve_h200.py OUT --only nanogpt --only hf_trainer      8 minutes
     python benchmarks/improve_h200.py OUT --tiny --minutes 2   small sizes, for a CPU
 
-Exit code 0 if every factor reaches its bar; `summary.json` has them all.
+The same call goes on with the runs from before. Exit code 0 if every factor reaches its bar; `summary.json` has them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BARS = {"nanogpt": (1.2, 2.5), "resnet50": (3.0, 4.0), "hf_trainer": (1.25, 2.5)}
+BARS = {"nanogpt": (1.2, 4.0), "resnet50": (3.0, 8.0), "hf_trainer": (1.25, 4.0)}
 """Script → the factor that it must reach, and the minutes it gets."""
 
 

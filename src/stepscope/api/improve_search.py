@@ -234,6 +234,8 @@ class Search:
         while True:
             before_s = fmean(self._seconds[before])
             after_s = fmean(self._seconds[after] or [before_s + COMPILE_S.get(text, 0.0)])
+            if len(self._seconds[after]) == 1 and text in COMPILE_S:
+                after_s = (before_s + after_s) / 2  # what was compiled before is in the compiler's cache
             self._say(f"trying {text} on top of {before or UNCHANGED}, pair {len(times[1]) + 1}")
             if before not in self._order[-_LONGEST_BETWEEN:] or times[0]:
                 self._need(before_s + after_s)
@@ -260,11 +262,11 @@ class Search:
                 continue
             if decision == found.KEPT:
                 self._keep(text, replaced, times)
-            elif len(times[1]) > 1:
+            elif decision == found.NO_GAIN and len(times[1]) > 1:
                 trial = replace(trial, reason="the runs with and without it overlap")
             return replace(trial, status=decision)
 
-    def _gate(self, plan: Plan) -> LossCheck:
+    def _gate(self, plan: Plan, is_last: bool = False) -> LossCheck:
         """Return whether the losses of some changes agree with those of the unchanged script.
 
         If they do not, the unchanged script runs once with weights disturbed by rounding: training may amplify it.
@@ -278,7 +280,7 @@ class Search:
         rounded = f"rounding={low}"
         if not self.attempts[rounded]:
             self._say(f"measuring how far rounding to {low} moves the losses")
-            self._run(rounded, limit_s=self._need(fmean(self._seconds[BASELINE])))
+            self._run(rounded, limit_s=None if is_last else self._need(fmean(self._seconds[BASELINE])))
         found_by = [each for each in self.attempts[rounded] if each.failure is None]
         return gate(plan, self.attempts[BASELINE], self.attempts[plan.fix], found_by)
 
@@ -341,7 +343,7 @@ class Search:
         if not self.kept:
             return None
         best = "+".join(self.kept)
-        return self._gate(Plan(best, parse_fix(best).arithmetic, (), self._tolerance))
+        return self._gate(Plan(best, parse_fix(best).arithmetic, (), self._tolerance), is_last=True)
 
     def _note(self, trial: Trial) -> None:
         trial = replace(trial, promise_share=self._promised.get(trial.fix))

@@ -191,26 +191,28 @@ def _promised(rehearsal: Attempt) -> dict[str, float]:
 
 def _improvement(search: Search, command: Command, folder: Path, order: str) -> Improvement:
     from stepscope.analysis.comparison.improvement import Improvement
-    from stepscope.analysis.comparison.losses import REDUCED, TOLERANCE
+    from stepscope.analysis.comparison.losses import DIFFER, REDUCED, TOLERANCE
     from stepscope.analysis.comparison.verification import loss_noise
     from stepscope.api.improve_search import BASELINE
+    from stepscope.document.verification import losses_sentence
     from stepscope.findings.fixes import code_of
 
     unchanged = search.attempts[BASELINE]
     recordings = [each.recording for each in unchanged if each.recording is not None]
     environment = recordings[0].facts.get("environment") or {}
-    warnings = []
-    if search.kept and (search.gain is None or not search.gain.is_significant):
-        warnings.append(
-            f"{', '.join(search.kept)} paid when tried, but together they are not measurably faster at the end"
-        )
+    warnings, kept, losses = [], tuple(search.kept), search.losses()
+    if kept and (search.gain is None or not search.gain.is_significant):
+        warnings.append(f"{', '.join(kept)} paid when tried, but together they are not measurably faster at the end")
+        kept = ()
+    if kept and losses is not None and losses.verdict == DIFFER:
+        warnings.append(f"{', '.join(kept)} were kept, but the losses differ at the end: {losses_sentence(losses)}")
+        kept = ()
     noise = loss_noise(unchanged)
     if noise is not None and noise > TOLERANCE[REDUCED]:
         warnings.append(
             f"losses of the unchanged script differ by up to {percent(noise)} from run to run; changes were allowed "
             "twice that. Seed the script for a stricter check"
         )
-    kept = () if search.gain is None or not search.gain.is_significant else tuple(search.kept)
     before_ns, after_ns = search.times_ns
     best = "+".join(search.kept)
     code: list[str] = []
@@ -232,7 +234,7 @@ def _improvement(search: Search, command: Command, folder: Path, order: str) -> 
         best_ns=geometric_mean(after_ns) if kept else baseline_ns,
         kept=kept,
         gain=search.gain if kept else None,
-        losses=search.losses() if kept else None,
+        losses=losses if kept else None,
         trials=tuple(search.trials.values()),
         code=tuple(code),
         order=order,
