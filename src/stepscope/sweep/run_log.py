@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from stepscope.border import AMOUNT, PLACE, PLAIN, TEXT, check, read_file, read_json
 from stepscope.errors import RecordingError, UsageError
 from stepscope.recorder.files import write_json
-from stepscope.rows import read_regular
 from stepscope.sweep.results import LOCK_FILE, NEW_FILE
 
 RESULT_FILE = "improve.json"
@@ -80,23 +80,23 @@ def is_unfinished(folder: Path) -> bool:
 
 def _json_of(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(folder / RESULT_FILE))
-    except (OSError, ValueError, RecursionError):
+        found: dict[str, Any] = read_json(folder / RESULT_FILE)
+        check(found, {"asked": PLAIN, "result": PLAIN})
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def _whole_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file and remove a half-written last line; UsageError if a line is not a row."""
-    if not path.exists():
-        return []
-    data = read_regular(path)
-    whole = data[: data.rfind(b"\n") + 1]
     try:
+        data = read_file(path, "ROWS_MIB", is_raw=True)
+        whole = data[: data.rfind(b"\n") + 1]
         rows = [json.loads(line) for line in whole.splitlines()]
-        if not all(isinstance(row["seconds"], float) and Path(row["name"]).name == row["name"] for row in rows):
-            raise ValueError
-    except (ValueError, TypeError, KeyError):
+        check(rows, [{"name": PLACE, "fixes": TEXT, "failure~": TEXT, "seconds": AMOUNT}])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError):
         raise UsageError(f"{path} is damaged. Choose another folder with -o to start again.") from None
     if len(whole) < len(data):
         os.truncate(path, len(whole))
