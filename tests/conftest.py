@@ -1,5 +1,6 @@
 """What every test shares: hypothesis that repeats itself and does not mind a slow machine, and torch as it was."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -7,6 +8,9 @@ from types import FunctionType
 
 import pytest
 from hypothesis import settings
+
+from forks import Forks
+from forks import settings as environment_of_scripts
 
 # Two processes test side by side on two cores: threads of one would wait for the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +22,17 @@ settings.register_profile("all", deadline=None, derandomize=True, max_examples=2
 # For a long night: HYPOTHESIS_PROFILE=thorough make test
 settings.register_profile("thorough", deadline=None, max_examples=1_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepscope"))
+
+
+def pytest_collection_finish() -> None:
+    """Neither collections nor recorders, which look at every object, go through what was imported before the tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Triton complains of what is not collected when Python ends."""
+    gc.unfreeze()
 
 
 def _of_torch() -> dict[str, object]:
@@ -41,6 +56,14 @@ def _of_torch() -> dict[str, object]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "precision of float32 products": torch.get_float32_matmul_precision(),
     }
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """A process that has torch: what needs torch, but no process of its own from the start, runs in forks of it."""
+    forks = Forks(environment_of_scripts())
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

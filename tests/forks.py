@@ -10,6 +10,7 @@ A request is a line of JSON: `words` (as after `python`: a script, or `-m` and a
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -23,6 +24,17 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
+SOURCE_FOLDER = Path(__file__).parents[1] / "src"
+
+
+def settings() -> dict[str, str]:
+    """Return the environment of every script that a test runs."""
+    paths = [str(SOURCE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # a forked child that trains would wait for threads it does not have
+    }
 
 
 class Forks:
@@ -65,6 +77,9 @@ def main() -> None:
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    # A recorder looks at every object, and a collection touches every object: not at those of torch in each fork.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

@@ -70,13 +70,14 @@ def as_json(compare):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, forks):
     """Two recordings, the second of a model twelve times as wide; the first again, and without its probes."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "train.py").write_text(TRAIN)
     for name, width in (("base", 64), ("wide", 768)):
-        done = stepscope("run", "--quiet", "-o", name, *WINDOWS, "train.py", width, cwd=folder)
-        assert done.returncode == 0, done.stderr
+        words = ["-m", "stepscope", "run", "--quiet", "-o", name, *WINDOWS, "train.py", str(width)]
+        exit_code, _, stderr = forks.run(words, folder, {})
+        assert exit_code == 0, stderr
     shutil.copytree(folder / "base", folder / "again")
     shutil.copytree(folder / "base", folder / "short", ignore=shutil.ignore_patterns("trace", "memory.json.gz"))
     return folder

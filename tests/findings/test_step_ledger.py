@@ -73,11 +73,7 @@ def test_every_public_trace_adds_up(path):
     assert sum(ledger.parts.values()) == ledger.total_ns
 
 
-@settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(builder=any_trace())
 def test_any_trace_adds_up(builder, tmp_path):
     case = open_session(builder.write(tmp_path / "trace.json"), use_cache=False).case

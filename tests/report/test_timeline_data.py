@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from any_trace import any_trace
 from stepscope.analysis.structure.links import Linked, link
@@ -336,7 +336,6 @@ def test_columns_of_any_numbers_come_back():
             assert decode(data.joined(), place) == numbers
 
 
-@settings(max_examples=15)
 @given(any_trace())
 def test_of_any_trace_every_event_is_there_once(builder):
     linked = builder.linked()

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from forks import Forks
+from forks import Forks, settings
 from stepscope import read
 from stepscope.trace.recording import Recording, read_recording
+from verbs import run_verb
 
-SOURCE_FOLDER = Path(__file__).parents[2] / "src"
 TIMEOUT_S = 240
 # Eight steps are in a window: 2 warm-up, 3 clean, 1 that warms the profiler up, 1 traced, 1 for memory and FLOPs.
 SHORT = ("--warmup", "2", "--clean", "3", "--trace", "1")
@@ -92,16 +92,6 @@ class Run:
         return self.stderr.strip()
 
 
-def settings() -> dict[str, str]:
-    """Return the environment of every run."""
-    paths = [str(SOURCE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",  # a forked child that trains would wait for threads it does not have
-    }
-
-
 class Script:
     """A script in a folder of its own, run from there by its relative name."""
 
@@ -145,10 +135,19 @@ class Script:
         """`stepscope run -o recording OPTIONS… train.py ARGUMENTS…`."""
         return self.stepscope("run", "-o", "recording", *options, self.path.name, *arguments, **variables)
 
-    def run_in_fork(self, forks: Forks, *options: object) -> Run:
+    def run_in_fork(self, forks: Forks, *options: object, arguments: tuple[str, ...] = ()) -> Run:
         """The same in a fork of a process that has torch: a second instead of several."""
-        words = ["-m", "stepscope", "run", "-o", "recording", *map(str, options), self.path.name]
-        return Run(*forks.run(words, self.folder, {}), self.folder / "recording")
+        words = ["-m", "stepscope", "run", "-o", "recording", *map(str, options), self.path.name, *arguments]
+        return self.python_in_fork(forks, *words)
+
+    def python_in_fork(self, forks: Forks, *words: str) -> Run:
+        """`python WORDS…` in a fork of a process that has torch."""
+        return Run(*forks.run(list(words), self.folder, {}), self.folder / "recording")
+
+    def verb(self, *words: object) -> Run:
+        """`stepscope WORDS…` in this process, in the script's folder: for what only reads."""
+        done = run_verb(*words, cwd=self.folder)
+        return Run(done.returncode, done.stdout, done.stderr, self.folder / "recording")
 
     def both(self, *arguments: object, **variables: str) -> tuple[Run, Run]:
         """The script without Stepscope and, at the same time, under a Stepscope that says nothing."""
@@ -190,13 +189,6 @@ class Runs:
         if name not in self._made:
             self._made[name] = self._makers[name]()
         return self._made[name]
-
-
-@pytest.fixture(scope="session")
-def forks():
-    forks = Forks(settings())
-    yield forks
-    forks.close()
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ def test_however_a_script_ends_its_finished_steps_can_be_read(lab, runs, name, e
     assert run.recording.status == status
     assert run.steps == list(range(num_steps))
     assert run.recording.warnings == ()
-    shown = lab.script().stepscope("show", run.folder, "--json")
+    shown = lab.script().verb("show", run.folder, "--json")
     assert shown.exit_code == 0, shown.stderr
     assert json.loads(shown.stdout)["num_steps"] == num_steps
 
@@ -337,14 +337,14 @@ def test_a_damaged_recording_is_one_line(script, content):
     folder = script.folder / "damaged"
     folder.mkdir(exist_ok=True)
     (folder / "recording.json").write_bytes(content)
-    assert "damaged" in script.stepscope("show", "damaged").error_line()
+    assert "damaged" in script.verb("show", "damaged").error_line()
 
 
 def test_damaged_fields_are_not_taken_for_a_run_without_steps(lab):
     script = lab.script()
     content = '{"schema_version": 1, "status": "finished", "environment": 7, "steps": []}'
     (script.folder / "recording.json").write_text(content)
-    shown = script.stepscope("show", ".")
+    shown = script.verb("show", ".")
     assert "recording.json is damaged" in shown.stdout and "environment" in shown.stdout
     assert "never imported torch" not in shown.stdout
 
@@ -353,15 +353,15 @@ def test_a_damaged_side_file_costs_its_lines(lab):
     script = lab.script()
     (script.folder / "recording.json").write_text('{"schema_version": 1, "status": "finished"}')
     (script.folder / "compile.json").write_text("{")
-    shown = script.stepscope("show", ".")
+    shown = script.verb("show", ".")
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "compile.json" in shown.stdout
 
 
 def test_the_card_of_nothing_is_one_line(script):
-    assert "nowhere" in script.stepscope("show", "nowhere").error_line()
-    assert "folder.py" in script.stepscope("show", "folder.py").error_line()
-    assert "file" in script.stepscope("show", "file").error_line()
+    assert "nowhere" in script.verb("show", "nowhere").error_line()
+    assert "folder.py" in script.verb("show", "folder.py").error_line()
+    assert "file" in script.verb("show", "file").error_line()
 
 
 def test_a_reader_that_goes_away_is_no_traceback(runs, script):

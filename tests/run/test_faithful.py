@@ -107,8 +107,8 @@ def seeded(lab):
 
 
 @pytest.fixture(scope="module")
-def bare(seeded):
-    return seeded.bare()
+def bare(seeded, forks):
+    return seeded.python_in_fork(forks, seeded.path.name)
 
 
 @pytest.fixture(scope="module")
@@ -244,16 +244,14 @@ def test_ctrl_c_writes_what_there_is_and_ends_as_python_does(lab):
         time.sleep(100)
         """
     )
-    for words in (["train.py"], ["-m", "stepscope", "run", "-o", "recording", "--quiet", "train.py"]):
-        with script.popen(*words) as process:
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(0.1)
-            process.send_signal(signal.SIGINT)
-            _, stderr = process.communicate(timeout=60)
-        assert process.returncode == -signal.SIGINT
-        assert stderr.splitlines()[-1] == "KeyboardInterrupt"
-    reader = script.stepscope("show", "recording", "--json")
-    card = json.loads(reader.stdout)
+    with script.popen("-m", "stepscope", "run", "-o", "recording", "--quiet", "train.py") as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert stderr.splitlines()[-1] == "KeyboardInterrupt"
+    card = json.loads(script.verb("show", "recording", "--json").stdout)
     assert (card["status"], card["num_steps"]) == ("interrupted", 10)
 
 
@@ -270,8 +268,8 @@ def test_torch_is_imported_by_the_script_and_by_nobody_earlier(lab):
     assert run.stdout == "False False\n1 True SourceFileLoader\n"
 
 
-def test_losses_random_numbers_and_output_are_the_same(seeded, bare):
-    run = seeded.run(options=("--force",))
+def test_losses_random_numbers_and_output_are_the_same(seeded, bare, forks):
+    run = seeded.run_in_fork(forks, "--force")
     assert bare.exit_code == run.exit_code == 0, run.stderr
     assert run.stdout.startswith(bare.stdout)
     card = run.stdout.removeprefix(bare.stdout)

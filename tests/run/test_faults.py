@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import settings
-from forks import Forks
+from forks import Forks, settings
 
 # Imported before any script begins, so that the faults are in what they do.
 MODULES = (

@@ -186,9 +186,10 @@ NUM_PARAMETERS = 2 * V * D + L * (4 * D**2 + 3 * D * FF + 2 * D)
 
 
 @pytest.fixture(scope="module", params=["DataLoader", "no DataLoader", "nested"])
-def stopwatch(lab, request):
+def stopwatch(lab, forks, request):
     """(seconds of each clean step by phase as the script timed them, the run, its card)"""
-    run = lab.script(SLEEPER).run(request.param, options=("--json", "--warmup", 3, "--clean", 15, "--trace", 5))
+    options = ("--json", "--warmup", 3, "--clean", 15, "--trace", 5)
+    run = lab.script(SLEEPER).run_in_fork(forks, *options, arguments=(request.param,))
     assert run.exit_code == 0, run.stderr
     watch = json.loads(next(line for line in run.stderr.splitlines() if line.startswith("{")))
     # A step ends with its optimizer: what the loop's body does after that belongs to the next one.
@@ -237,10 +238,10 @@ def test_steps_that_sleep_do_not_mind_being_watched(stopwatch):
 
 
 @pytest.fixture(scope="module")
-def cards(lab):
+def cards(lab, forks):
     """The card of each model of TRANSFORMER, recorded one after the other in one process."""
     script = lab.script(TRANSFORMER)
-    run = script.bare()
+    run = script.python_in_fork(forks, script.path.name)
     assert run.exit_code == 0, run.stderr
     return {path.name: read(path).to_json() for path in script.folder.iterdir() if (path / "samples.jsonl").exists()}
 

@@ -78,9 +78,10 @@ def start(lab, name, *options, num_steps=NUM_STEPS):
 
 
 @pytest.fixture(scope="module")
-def bare(lab):
-    """What rank 0 prints without Stepscope: the same with every launcher."""
-    return lab.script(STARTS).bare("spawn")
+def bare(lab, forks):
+    """What rank 0 prints without Stepscope: the same with every launcher, so the cheapest is taken."""
+    script = lab.script(STARTS)
+    return script.python_in_fork(forks, script.path.name, "fork")
 
 
 @pytest.fixture(scope="module")

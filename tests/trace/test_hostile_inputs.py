@@ -14,7 +14,7 @@ import pytest
 
 from handmade import MS, cpu_recording, free_sample, gpu_recording, sample, write_recording
 from memories import a_step, write_memory
-from mutated_inputs import run_case, write_bases
+from mutated_inputs import PAIRS, run_case, write_bases
 from stepscope.analysis.kernels.ops import modules
 from stepscope.analysis.memory.size_formulas import formula
 from stepscope.analysis.ranks.rank_account import gpu_time_by_device
@@ -246,11 +246,14 @@ def test_a_damaged_row_is_named(wrong, tmp_path):
 # -- everything ---------------------------------------------------------------------------------------------------
 
 
-def test_damaged_inputs_of_every_kind(tmp_path):
+@pytest.mark.parametrize("each", [27, pytest.param(14, marks=pytest.mark.long)])
+def test_damaged_inputs_of_every_kind(tmp_path, each):
     """A part of benchmarks/fuzz.py: the same cases in every run."""
     bases = write_bases(tmp_path / "bases")
+    numbers = range(0, 1400, each)
+    assert {PAIRS[number % len(PAIRS)][0] for number in numbers} == {kind for kind, _ in PAIRS}
 
-    broken = [found for number in range(0, 1400, 14) if (found := run_case(number, bases, tmp_path / "case")).problem]
+    broken = [found for number in numbers if (found := run_case(number, bases, tmp_path / "case")).problem]
 
     assert broken == []
 
