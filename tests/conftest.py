@@ -25,7 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepscope"))
 
 
 def pytest_collection_finish() -> None:
-    """Neither collections nor recorders, which look at every object, go through what was imported before the tests."""
+    """Neither collections nor recorders, which look at every object, go through what was imported before."""
     gc.collect()
     gc.freeze()
 

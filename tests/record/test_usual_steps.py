@@ -159,7 +159,7 @@ LOOPS = (
 
 @pytest.fixture(autouse=True)
 def collects_only_when_told():
-    """A collection of Python's own, noted with the step it falls into, would be in one recording and not the other."""
+    """A collection of Python's own, noted with the step it falls into, would be in one recording only."""
     gc.disable()
     yield
     gc.enable()
