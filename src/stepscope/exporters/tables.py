@@ -21,7 +21,10 @@ from stepscope.trace.tables import TABLES
 TRACE, ANALYSIS = "trace", "analysis"
 _LINKS = {"host": ("step", "phase", "module"), "memory": ("step", "phase", "module")}
 _DEVICE_LINKS = ("step", "phase", "module", "class", "op_name")
-_FINDING = ("id", "sentence", "saving_ns", "saving_bytes", "upper_bound", "confidence", "fix", "derived")
+_FINDING = (
+    "id", "sentence", "saving_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "upper_bound", "confidence",
+    "group", "fix", "derived",
+)  # fmt: skip
 _ROWS_A_CHUNK = 50_000
 
 

@@ -39,9 +39,9 @@ def padding(case: Case) -> list[Finding]:
         f"computed like text. Padded to the longest text of its batch, a step would have {to_longest:,} positions.",
         fix=fix,
         saving_ns=saving_ns,
-        upper_bound=not is_batch,
+        upper_bound=not is_batch or not case.has_gpu_work,
         derived=f"{derived}; short tensors run at lower rates, which is not counted",
-        confidence="high" if is_batch else "medium",
+        confidence="high" if is_batch and case.has_gpu_work else "medium",
         falsified_by="look at the inputs; the finding is wrong if the repeated value at their ends has a meaning",
         evidence=(Evidence("positions of the inputs", [dict(counted)]),),
     )
