@@ -60,9 +60,7 @@ def _facts(result: Improvement) -> Iterator[Fact]:
 def _brought(trial: Trial) -> Fact:
     gain = "" if trial.gain is None else f"{_factor(trial.gain)}{_interval(trial.gain)}"
     top = f" on top of {', '.join(trial.on_top_of)}" if trial.on_top_of else ""
-    promised = (
-        "" if trial.promise_share is None else f"; the ledger promised {percent(trial.promise_share)} of a step"
-    )
+    promised = "" if trial.promise_share is None else f"; promised up to {percent(trial.promise_share)}"
     why = "" if trial.reason is None else f"; {trial.reason}"
     return Fact(trial.fix, f"{gain}{top}{why}{promised}")
 
