@@ -22,14 +22,13 @@ from stepscope.analysis.comparison.verification import (
     refusal,
     steps_ns,
 )
-from stepscope.analysis.time.summary import clean_step_ns, loop_of
+from stepscope.analysis.time.summary import clean_step_ns
 from stepscope.api.verification import attempt, need_timed, read_attempt
 from stepscope.findings.fixes import parse_fix
 from stepscope.formatting import percent
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.improvement import Factor
-    from stepscope.analysis.time.loop_time import LoopTime
     from stepscope.sweep.record_runs import Command, Options
     from stepscope.sweep.run_log import RunLog
     from stepscope.trace.recording import Recording
@@ -325,9 +324,10 @@ class Search:
 
     def noise_share(self) -> float:
         """Return how far runs of the same program are apart, or typically the halves of a run if that is more."""
-        both = [[loop.step_ns for each in some if (loop := _loop(each))] for some in self.attempts.values()]
-        halves = sorted(apart for some in self.attempts.values() for each in some if (apart := _halves(each)))
-        return max([0.0, *halves[len(halves) // 2 :][:1], *(max(times) / min(times) - 1 for times in both if times)])
+        runs = [[each for each in some if each.failure is None] for some in self.attempts.values()]
+        between = [max(times) / min(times) - 1 for times in map(steps_ns, runs) if times]
+        halves = sorted(apart for some in runs for each in some if (apart := _halves(each)) is not None)
+        return max([0.0, *between, *halves[len(halves) // 2 :][:1]])
 
     def _is_proven(self) -> bool:
         num = len(self._pairs[1])
@@ -364,10 +364,6 @@ def _wrong(losses: LossCheck) -> str | None:
     if losses.verdict == NOT_COMPARED and losses.arithmetic != SAME:
         return f"the losses could not be compared: {losses.reason}"
     return None
-
-
-def _loop(done: Attempt) -> LoopTime | None:
-    return None if done.recording is None or done.failure is not None else loop_of(done.recording)
 
 
 def _halves(done: Attempt) -> float | None:

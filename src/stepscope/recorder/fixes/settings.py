@@ -156,7 +156,8 @@ class Threads(Change):
         self._before = self._theirs = torch.get_num_threads()
         self._pid = os.getpid()
         is_set = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
-        self._wanted = int(self.value or (len(os.sched_getaffinity(0)) if is_set else self._before))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._wanted = int(self.value or (cores if is_set else self._before))
         self.handles.append(Around(torch, "set_num_threads", self._set))
         if not self.only_looks:
             torch.set_num_threads(self._wanted)
