@@ -177,6 +177,8 @@ class Probes:
             self.facts["flops"] = ledger.flops(self.compiler.used)
             self.facts["attention"] = self.memory.take_attention()
             self.facts["padding"] = ledger.padding.table()
+            if ledger.padding.error:
+                self.note("padding", f"the padding of the inputs could not be counted: {ledger.padding.error}")
 
     def forget_windows(self) -> None:
         """Drop what the windows found, with its notes and files: it belongs to discarded steps."""

@@ -23,33 +23,40 @@ class Padding:
 
     def note(self, args: Any, kwargs: Any) -> None:
         """Read the values of the inputs: this waits for the GPU."""
+        masks = [value for name, value in kwargs.items() if "mask" in name and isinstance(value, torch.Tensor)]
         try:
-            found = [one for tensor in tensors_in((args, kwargs)) if (one := unseen(_counted, tensor)) is not None]
+            found = [unseen(_counted, tensor, 0) for tensor in masks]
+            found += [unseen(_counted, tensor) for tensor in tensors_in((args, kwargs))]
         except Exception as error:  # the script's tensors may be of any kind
             self.error = f"{type(error).__name__}: {error}"
             return
-        if found:
-            # The tensor that shows most padding: ids end in a pad id, masks in zeros, labels in an ignored value.
-            most = min(found, key=lambda one: one[1] / one[0])
-            self._totals = [total + one for total, one in zip(self._totals, most)]
+        # The tensor that shows most padding: ids end in a pad id, masks in zeros.
+        most = min((one for one in found if one is not None), key=lambda one: one[1] / one[0], default=(0, 0, 0))
+        self._totals = [total + one for total, one in zip(self._totals, most)]
 
     def table(self) -> dict[str, int]:
         """Return positions, those in use, and those if each batch is padded to its longest; zeros without text."""
         return dict(zip(("num_positions", "num_used", "num_to_longest"), self._totals))
 
 
-def _counted(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+def _counted(tensor: torch.Tensor, pad: int | None = None) -> tuple[int, int, int] | None:
+    """Return positions, those in use, and those up to the longest row; None for what is no text.
+
+    `pad` is the value of padding; without it, the one that most rows end or begin with. Labels have negative values,
+    and zeros and ones without a name may mean anything: both show no padding.
+    """
     is_text = tensor.dim() == 2 and tensor.dtype in _WHOLE and tensor.shape[1] >= _LEAST_POSITIONS
     if not is_text or type(tensor) is not torch.Tensor or tensor.numel() > _MOST_ELEMENTS or tensor.is_meta:
         return None
-    rows = tensor.detach().cpu()
+    rows = tensor.detach().cpu().to(torch.int64)
+    if pad is None and (bool((rows < 0).any()) or bool((rows <= 1).all())):
+        return None
     num_rows, length = rows.shape
-    # The run of one value at the end of the rows, or at their beginning: one of it may be the end of a text.
-    least = torch.full((num_rows,), length)
+    used = torch.full((num_rows,), length)
     for side in (rows.flip(1), rows):
-        value = side[:, 0].mode().values
+        value = side[:, 0].mode().values if pad is None else pad
         run = (side == value).to(torch.int64).cumprod(1).sum(1)
-        least = torch.minimum(least, length - (run - 1).clamp(min=0))
-    if bool((least == 1).any()):  # a row of one value throughout: categories, or a mask of ones
-        least = torch.where(least == 1, length, least)
-    return rows.numel(), int(least.sum()), num_rows * int(least.max())
+        # One of a pad id may be the end of a text. A row of one value throughout is no padding.
+        run = torch.where(run == length, 0, run if pad is not None else (run - 1).clamp(min=0))
+        used = torch.minimum(used, length - run)
+    return rows.numel(), int(used.sum()), num_rows * int(used.max())

@@ -1,0 +1,69 @@
+"""Padding is counted in token ids and masks; labels, types and positions are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepscope.recorder.ledger.padding import Padding
+
+LENGTH = 16
+
+
+def rows(*lengths: int, pad: int = 0, left: bool = False) -> torch.Tensor:
+    """Texts of these lengths among rows of 16."""
+    ids = torch.full((len(lengths), LENGTH), pad)
+    for row, length in enumerate(lengths):
+        text = torch.arange(2, 2 + length)
+        ids[row, LENGTH - length :] = text if left else ids[row, LENGTH - length :]
+        ids[row, :length] = ids[row, :length] if left else text
+    return ids
+
+
+def counted(*args: object, **kwargs: object) -> tuple[int, ...]:
+    padding = Padding()
+    padding.note(args, kwargs)
+    assert padding.error is None
+    return tuple(padding.table().values())
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("pad", [0, 50_256])
+def test_ids_that_end_or_begin_in_one_value(pad, left):
+    assert counted(rows(4, 7, pad=pad, left=left)) == (32, 5 + 8, 2 * 8), "one may be the end of the text"
+
+
+def test_a_mask_by_its_name():
+    ids = torch.arange(2, 34).view(2, LENGTH)
+    mask = (rows(4, 12) > 0).long()
+
+    assert counted(ids, attention_mask=mask) == (32, 16, 24)
+    assert counted(input_ids=rows(4, 12), attention_mask=mask.bool()) == (32, 16, 24), "exact, where ids are not"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(2, LENGTH, dtype=torch.long),
+        torch.tensor([[0] * 10 + [1] * 6] * 2),
+        torch.tensor([[-100] * 10 + [*range(6)]] * 2),
+        torch.arange(LENGTH).expand(2, LENGTH),
+    ],
+    ids=["a mask of ones", "types of two sentences", "labels without the prompt", "positions"],
+)
+def test_what_is_no_padding(other):
+    num_positions, num_used, _ = counted(torch.arange(2, 34).view(2, LENGTH), other)
+
+    assert num_positions == num_used == 32
+
+
+def test_images_have_none():
+    assert counted(torch.zeros(2, 3, 8, 8), torch.tensor([1, 2])) == (0, 0, 0)
+
+
+def test_micro_batches_add_up():
+    padding = Padding()
+    for lengths in ((4, 7), (15, 15)):
+        padding.note((rows(*lengths),), {})
+
+    assert padding.table() == {"num_positions": 64, "num_used": 13 + 32, "num_to_longest": 16 + 32}
