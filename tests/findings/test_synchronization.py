@@ -192,3 +192,29 @@ def test_indices_that_are_known_are_no_mask():
         return 120
 
     assert mask_indexing(case_of(steps(looked_up)).linked).is_empty()
+
+
+def worked_on_by_the_host(trace: TraceBuilder, at: float, num_bytes: int = 1 << 20) -> float:
+    """4 ms of GPU, a tensor copied, 2.98 ms of a CPU op on it, 4 ms of GPU, the clock stopped."""
+    kernel(trace, at, runs=at + 10, took=4000)
+    copy(trace, "DtoH (Device -> Pageable)", at + 1000, 3020, (at + 4010, 2), num_bytes, "aten::to")
+    trace.call("cudaStreamSynchronize", at + 1010, 3010)
+    trace.op("aten::softmax", at + 4030, 2900)
+    kernel(trace, at + 7000, runs=at + 7010, took=4000)
+    trace.call("cudaDeviceSynchronize", at + 7100, 3910)
+    return 11_100
+
+
+def test_what_the_host_computes_with_a_copied_tensor_counts_until_its_next_launch():
+    (finding,) = synchronization(case_of(steps(worked_on_by_the_host)))
+
+    # The GPU has 8 ms of work: 3 ms are the host's, and all of the wait before them was lead that it lost.
+    assert finding.saving_ns == pytest.approx(3_000_000, rel=0.02)
+    assert "then works on 1 copied tensor for 2.98 ms" in finding.sentence
+    assert finding.fix.startswith("compute on the GPU")
+
+
+def test_a_value_is_no_tensor():
+    (finding,) = synchronization(case_of(steps(lambda trace, at: worked_on_by_the_host(trace, at, 4))))
+
+    assert "works on" not in finding.sentence
