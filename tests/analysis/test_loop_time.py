@@ -55,6 +55,19 @@ def test_one_evaluation_after_the_last_step_belongs_to_the_run(loop):
     assert loop(tail=120, exit_after=12).between_ns == {}
 
 
+def test_what_a_compiling_step_collects_as_garbage_happens_once(tmp_path):
+    """A little logging before step 0, 500 ms of garbage in the step that compiles, and nothing after it."""
+    steps = [sample(step) for step in range(12)]
+    for step, ms in ((0, 1), (2, 500)):
+        steps[step]["host_ns"] = {**steps[step]["host_ns"], "garbage_collection": ms * MS}
+        steps[step]["wall_ns"] += ms * MS
+    steps[2]["num_compiles"] = 1
+    facts = cpu_facts(command={"argv": ["train.py"], "exit_after": True})
+    found = loop_time(read_recording(write_recording(tmp_path / "run", facts, steps)), on_device=False)
+
+    assert (found.step_ns, dict(found.between_ns)) == (10 * MS, {})
+
+
 def test_throughput_divides_work_and_time_of_the_same_steps(tmp_path):
     """Batches of 8 that grow to 32, with 1 ms per sample: 1,000 samples per second at any time."""
     sizes = [8] * 20 + [16] * 20 + [32] * 20

@@ -122,7 +122,7 @@ class Search:
                 number,
                 look or fixes or None,
                 replace(self._options, timeout_s=max(1.0, timeout_s)),
-                rehearses=not self.attempts[fixes],
+                rehearses=look is not None,  # its windows disturb the steps after them
                 num_traced=num_traced,
             )
             seconds = time.monotonic() - begun
@@ -212,7 +212,7 @@ class Search:
         if text.startswith("compile=") and "compile" in self.trials and not is_compiled:
             return "the default mode was not faster"
         if text == "fp32_matmul":
-            flops = flops_by_dtype(self.attempts["+".join(self.kept)][0].recording)
+            flops = flops_by_dtype(self.attempts[BASELINE][0].recording)
             if flops and not flops.get("fp32"):
                 return "no matrix product runs in float32"
         return None

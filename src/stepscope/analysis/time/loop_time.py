@@ -208,7 +208,9 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     how often it happens. What happens only before the first step is part of starting up.
     """
     num_steps = len(recording.samples)
-    times = Counter({sample.step: sample.host_ns[kind] for sample in recording.samples if sample.host_ns.get(kind)})
+    # Compiling collects garbage for seconds, and that happens once.
+    samples = [sample for sample in recording.samples if not sample.num_compiles] or recording.samples
+    times = Counter({sample.step: sample.host_ns[kind] for sample in samples if sample.host_ns.get(kind)})
     stopped_early = (recording.facts.get("command") or {}).get("exit_after")
     is_whole = recording.status == "finished" and not stopped_early
     for step, aside in ((0, recording.lead), (num_steps, recording.tail if is_whole else None)):
