@@ -198,13 +198,14 @@ def test_looking_counts_what_would_change_and_changes_nothing(apply):
 def test_a_compiled_model_with_dropout_draws_the_masks_of_eager_mode(apply, monkeypatch):
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "fallback_random", False)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    apply("compile").use_roots([nn.Linear(1, 1)])
+    with config.patch(fallback_random=False):
+        apply("compile").use_roots([nn.Linear(1, 1)])
+        assert not config.fallback_random
+        fixes = apply("compile")
+        fixes.use_roots([nn.Sequential(nn.Dropout(0.1))])
+        assert config.fallback_random
     assert not config.fallback_random
-    fixes = apply("compile")
-    fixes.use_roots([nn.Sequential(nn.Dropout(0.1))])
-    assert config.fallback_random
 
 
 def test_every_change_has_lines_for_the_script():

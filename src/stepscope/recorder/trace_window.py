@@ -65,7 +65,7 @@ class TraceProbe:
         self._phase_range: Any = None
         self._handles: list[Handle] = []
         self._num_steps = 0
-        self._started = False
+        self._started = self._is_over = self._is_unwanted = False
         self.is_ours = False
         """True while this probe, and not the script, calls the profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -88,8 +88,10 @@ class TraceProbe:
             torch.cuda.synchronize(self._device)  # otherwise earlier kernels would appear without a launch
         with self._calling():
             self._profiler.start_trace()
+            self._started = True
             skip_event_parsing(self._profiler)
-        self._started = True
+        if self._is_over:
+            return
         for name, module in _named([root for one in self._roots if (root := one()) is not None]):
             self._label(name, module)
         clock.on_range = self._on_range
@@ -110,12 +112,13 @@ class TraceProbe:
         clock.on_range = None
         remove_all(self._handles)
         self._num_steps += step_finished
-        if self._num_steps == 0:
+        if self._num_steps == 0 or not self._started or self._is_over:
             self.abandon()
             return None
         if self._device is not None:
             torch.cuda.synchronize(self._device)  # the last step's kernels belong in the trace
         self._close_ranges()
+        self._is_over = True
         with self._calling():
             self._profiler.stop_trace()
         summary = summarize(self._profiler.profiler.kineto_results.events(), self._num_steps)
@@ -129,7 +132,12 @@ class TraceProbe:
         return summary
 
     def abandon(self) -> None:
-        """Stop without keeping anything."""
+        """Stop without keeping anything. The profiler crashes if it is stopped twice or inside its own calls."""
+        if self.is_ours:
+            self._is_unwanted = True  # that call ends first
+        if self.is_ours or self._is_over:
+            return
+        self._is_over = True
         remove_all(self._handles)
         self._close_ranges()
         with self._calling():
@@ -150,6 +158,8 @@ class TraceProbe:
             self.is_ours = False
             if quiet:
                 del os.environ["KINETO_LOG_LEVEL"]
+        if self._is_unwanted:
+            self.abandon()
 
     def _on_range(self, label: str | None) -> None:
         if self._phase_range is not None:
