@@ -42,21 +42,19 @@ def run(lab):
 
 
 def test_a_fix_with_nothing_to_change_is_not_applied(run):
-    assert "unfused_optimizer   not applied" in run.stdout
-    assert "because   no optimizer was made" in run.stdout
+    assert "unfused_optimizer: not applied reason no optimizer was made" in " ".join(run.stdout.split())
 
 
 def test_a_fix_that_breaks_the_script_is_a_result_with_its_first_line(run):
-    assert "attention_backend=cudnn   failed" in run.stdout
     words = " ".join(run.stdout.split())  # however wide the terminal is
-    assert "because RuntimeError: No viable backend for scaled_dot_product_attention was found." in words
+    assert "attention_backend=cudnn: failed" in words
+    assert "reason RuntimeError: No viable backend for scaled_dot_product_attention was found." in words
     assert "Traceback" not in run.stdout + run.stderr
 
 
 def test_a_loss_that_goes_astray_is_wrong_whatever_the_time(run):
-    shown = " ".join(run.stdout[run.stdout.index("autocast   wrong") :].split())
-    assert "the losses differ" in shown
-    assert "losses differ: up to" in shown and "allowed 2.0 % (fewer digits)" in shown
+    shown = " ".join(run.stdout[run.stdout.index("autocast: wrong") :].split())
+    assert "the losses differ" in shown and "allowed 2.0 %" in shown
     assert "bf16 0 % → " in shown
 
 
