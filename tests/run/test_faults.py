@@ -112,6 +112,7 @@ ENTRIES = {
     ("recorder/hooks.py", "_scaler_patch.<locals>.begins.<locals>.<lambda>"),
     ("recorder/ledger/ledger.py", "Ledger.__torch_dispatch__"),
     ("recorder/ledger/storages.py", "Storages.born.<locals>.<lambda>"),
+    ("recorder/ledger/storages.py", "Storages._died"),  # by the line before
     ("recorder/model.py", "_CallChain.__call__"),
     ("recorder/patches.py", "Patch.__init__.<locals>.wrapper"),
     ("recorder/patches.py", "Around.__init__.<locals>.wrapper"),

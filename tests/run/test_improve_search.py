@@ -32,6 +32,7 @@ class Machine:
     noise: float = 0.001
     host_ns: dict[str, int] = field(default_factory=lambda: {"data": MS, "forward": 8 * MS, "optimizer": MS})
     killed_at: int | None = None
+    killed_by: BaseException = field(default_factory=lambda: SystemExit("killed"))
     runs: list[str] = field(default_factory=list)
     now_s: float = 0.0
     random: random.Random = field(default_factory=lambda: random.Random(1))
@@ -43,7 +44,7 @@ class Machine:
             self.killed_at = None
             output.mkdir(parents=True)
             (output / "samples.jsonl").write_text('{"step": 0')
-            raise SystemExit("killed")
+            raise self.killed_by
         self.runs.append(text)
         self.now_s += RUN_S
         names = [each for each in text.split("+") if each]
@@ -104,7 +105,7 @@ def test_what_pays_is_kept_and_combined(improve):
     assert 2.0 < result.gain.low < result.gain.factor < result.gain.high < 2.2
     assert result.baseline_ns == pytest.approx(10 * MS, rel=0.01)
     assert statuses(result) == {
-        **{"autocast": "kept", "compile": "kept", "cudnn_benchmark": "no gain", "pageable_copies": "slower"},
+        **{"autocast": "kept", "compile": "kept", "cudnn_benchmark": "no gain shown", "pageable_copies": "slower"},
         **{"launch_bound": "slower", "compile=max-autotune-no-cudagraphs": "slower"},
     }
     brought = {trial.fix: trial.gain.factor for trial in result.trials if trial.status == "kept"}
@@ -201,6 +202,20 @@ def test_after_a_kill_the_same_call_goes_on_and_repeats_nothing(improve, killed_
     assert result.gain == first.gain and result.seconds == first.seconds
 
 
+def test_an_interrupt_before_anything_is_measured_is_one(improve):
+    with pytest.raises(KeyboardInterrupt):
+        improve(Machine(factors={"compile": 2.0}, killed_at=1, killed_by=KeyboardInterrupt()))
+
+
+def test_after_an_interrupt_the_same_command_goes_on(improve):
+    machine = Machine(factors={"compile": 2.0}, killed_at=4, killed_by=KeyboardInterrupt())
+    first = improve(machine)
+    assert first.is_interrupted and not first.is_finished and len(machine.runs) == 4
+    second = improve(machine)
+    assert second.folder == first.folder and second.kept == ("compile",) and second.is_finished
+    assert len(machine.runs) == second.num_runs
+
+
 def test_a_finished_folder_is_not_overwritten_and_resume_goes_on_with_more_time(improve):
     machine = Machine({"autocast": 1.5, "compile": 1.4})
     first = improve(machine, minutes=1.2, output="out")
@@ -213,7 +228,7 @@ def test_a_finished_folder_is_not_overwritten_and_resume_goes_on_with_more_time(
     second = improve(machine, minutes=20, output="out", resume=True)
     assert second.kept == ("autocast", "compile") and second.is_finished
     assert len(machine.runs) == second.num_runs > num_runs
-    with pytest.raises(UsageError, match="other runs"):
+    with pytest.raises(UsageError, match="no runs of this command"):
         improve(machine, output="out", resume=True, clean=10)
 
 

@@ -186,8 +186,10 @@ class Search:
                 waiting = waiting or self._worth_another_try()
             self.is_finished = not any(each.status in found.OPEN for each in self.trials.values())
         except KeyboardInterrupt:
+            if not steps_ns(self.attempts[BASELINE][1:]):
+                raise  # nothing was measured yet
             for text in (text for text in self._promised if text not in self.trials):
-                self._leave(text, "interrupted")
+                self._leave(text, found.INTERRUPTED)
         if self.kept:
             self._prove()
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FIXED_ORDER = "the fixed order"
 LARGE_SHARE = 0.25  # of a step: a phase that long is looked at first
+NOISY_SHARE = 0.25  # by which runs of the same program differ
 Say = Callable[[str], None]
 
 
@@ -85,7 +86,8 @@ def improve(
         say(f"trying in {order}")
         search.run(survey, tries)
         result = _improvement(search, command, folder, order)
-        log.write(result.to_json())
+        if not result.is_interrupted:  # the same command goes on
+            log.write(result.to_json())
     return result
 
 
@@ -207,6 +209,11 @@ def _improvement(search: Search, command: Command, folder: Path, order: str) -> 
     if kept and losses is not None and losses.verdict == DIFFER:
         warnings.append(f"{', '.join(kept)} were kept, but the losses differ at the end: {losses_sentence(losses)}")
         kept = ()
+    if (apart := search.noise_share()) > NOISY_SHARE:
+        warnings.append(
+            f"runs of the same program differ by up to {percent(apart)}, so only large gains can be shown. Stop "
+            "other programs, and try OMP_NUM_THREADS=1 on a CPU"
+        )
     noise = loss_noise(unchanged)
     if noise is not None and noise > TOLERANCE[REDUCED]:
         warnings.append(

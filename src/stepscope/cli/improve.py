@@ -63,5 +63,6 @@ def main(arguments: argparse.Namespace) -> int:
         )
     print_answer(result, arguments.json)
     if not result.is_finished:
-        tell("stepscope: not everything was tried. To go on, run the command again with --resume and more --minutes.")
+        how = "" if result.is_interrupted else " with --resume and more --minutes"
+        tell(f"stepscope: not everything was tried. To go on, run the command again{how}.")
     return result.exit_code

@@ -84,11 +84,12 @@ def main(arguments: argparse.Namespace) -> int:
 
     wall.raise_up()
     run = _Run(arguments, windows)
-    atexit.register(
-        wall.guarded(launch.own_imports()(run.end_late))
-    )  # before multiprocessing registers the function that waits for its processes
+    end_late, torch_is_here, ended = (
+        wall.guarded(launch.own_imports()(each)) for each in (run.end_late, run.torch_is_here, run.ended)
+    )
+    atexit.register(end_late)  # before multiprocessing registers the function that waits for its processes
     start.cancel()
-    AfterImport("torch", after=launch.own_imports()(run.torch_is_here))
+    AfterImport("torch", after=torch_is_here)
     try:
         load = launch.load_module if arguments.module else launch.load_script
         program = load(words[0], words[1:])
@@ -105,16 +106,15 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         run.print_card_to(_send_output_to_stderr())
     if "torch" in sys.modules:
-        wall.guarded(launch.own_imports()(run.torch_is_here))()
+        torch_is_here()
 
     outcome: BaseException | None = None
     try:
         launch.run_program(program)
     except BaseException as error:
         outcome = error
-    wall.guarded(launch.own_imports()(run.ended))(outcome)
-    trace_window = sys.modules.get("stepscope.recorder.trace_window")
-    if trace_window is not None and trace_window.was_forked_after_trace():
+    ended(outcome)
+    if getattr(sys.modules.get("stepscope.recorder.trace_window"), "traced_by", None) not in (None, os.getpid()):
         launch.leave_fork(outcome, program.code)
     if outcome is not None:
         launch.raise_as_script(outcome, program.code)

@@ -17,7 +17,7 @@ def improvement_document(result: Improvement) -> Document:
     groups = {
         "": tuple(_facts(result)),
         "what each change brought": tuple(_brought(each) for each in result.trials if each.status in _MEASURED),
-        "rejected": tuple(_rejected(result.trials)),
+        "not kept": tuple(_rejected(result.trials)),
         "lines for your script": tuple(Fact("", line) for line in result.code),
     }
     parts = tuple(Facts(facts, title) for title, facts in groups.items() if facts)
@@ -29,7 +29,8 @@ def headline(result: Improvement) -> str:
     if result.gain is None:
         tried = [each.fix for each in result.trials if each.status not in (found.NOT_APPLIED, found.NOT_TRIED)]
         what = f"tried {', '.join(tried)}" if tried else "none of the known changes applies"
-        what = what if tried or result.is_finished else "no time was left to try anything"
+        if not tried and not result.is_finished:
+            what = "it was interrupted" if result.is_interrupted else "no time was left to try anything"
         return f"Nothing paid for {name}: {what}. A step takes {milliseconds(result.baseline_ns)}."
     return (
         f"{name} trains {_factor(result.gain)} as fast with {', '.join(result.kept)}: "

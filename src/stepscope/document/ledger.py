@@ -26,7 +26,7 @@ _LEAST_SHARE = 0.005  # of the step, for a bar of its own
 def ledger_parts(ledger: Ledger) -> list[Part]:
     """Return a step from its largest loss down to the least time that its work needs."""
     rows = sorted(ledger.rows, key=lambda row: (_ORDER.index(row.kind), -row.ns))
-    is_large = [abs(row.share) >= _LEAST_SHARE for row in rows]
+    is_large = [row.kind == LIMIT or abs(row.share) >= _LEAST_SHARE for row in rows]
     bars = [(NAMES[row.id], row.ns) for row, large in zip(rows, is_large) if large]
     if rest := sum(row.ns for row, large in zip(rows, is_large) if not large):
         num_above = sum(large and row.kind != LIMIT for row, large in zip(rows, is_large))

@@ -34,9 +34,13 @@ def interval_ns(finding: Finding, ledger: Ledger) -> tuple[float, float]:
     """Return what a finding saves at least and at most, in ns per step, in `COVERAGE` of cases."""
     low, high = FACTORS[kind_of(finding, ledger)]
     saving_ns = finding.saving_ns or 0.0
-    # The least time that the work needs is no one's to save, except of work that the fix removes.
+    # The least time that the work needs is no one's to save, except of work that the fix removes. Nor is more than
+    # the rows hold that the finding stands on.
     claimed_ns = sum(ns for row, ns in finding.claims.items() if ROWS[row][0] == LIMIT)
     most_ns = ledger.step_ns - ledger.per_step_ns(LIMIT) + claimed_ns
+    if finding.claims:
+        held_ns = sum(ledger.parts.get(row, 0) for row in finding.claims if ROWS[row][0] != LIMIT) / ledger.num_steps
+        most_ns = min(most_ns, held_ns + claimed_ns)
     return low * saving_ns, max(saving_ns, min(high * saving_ns, most_ns))
 
 

@@ -31,12 +31,7 @@ GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 MAX_TRACE_BYTES = 16 * 1024 * 1024
 
 
-_traced_by: int | None = None  # the process
-
-
-def was_forked_after_trace() -> bool:
-    """Return whether this process is a fork of one that took a trace."""
-    return _traced_by not in (None, os.getpid())
+traced_by: int | None = None  # the process that took a trace; in another one, this is a fork of it
 
 
 def skip_event_parsing(profiler: Any) -> None:
@@ -77,8 +72,8 @@ class TraceProbe:
 
     def prepare(self) -> None:
         """Warm the profiler up."""
-        global _traced_by
-        _traced_by = os.getpid()
+        global traced_by
+        traced_by = os.getpid()
         with self._calling():
             self._profiler.prepare_trace()
 

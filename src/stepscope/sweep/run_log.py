@@ -36,7 +36,9 @@ class RunLog(AbstractContextManager["RunLog"]):
             folder.mkdir(parents=True, exist_ok=True)
             others = {entry.name for entry in folder.iterdir()} - {LOCK_FILE}
             if others and asked_of(folder) != self._asked:
-                raise UsageError(f"{folder} is not empty and holds other runs. Choose another folder with -o.")
+                raise UsageError(
+                    f"{folder} is not empty and holds no runs of this command. Choose another folder with -o."
+                )
             self._lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | NEW_FILE, 0o644)
         except OSError as error:
             raise UsageError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with -o.") from None

@@ -15,9 +15,10 @@ LEAST_GAIN = 0.02  # a change must make a step shorter by more than this share
 MOST_PAIRS = 4  # of runs without and with a change, until a gain is called not reproducible
 EXIT_NOTHING_TRIED = 4
 
-KEPT, NO_GAIN, SLOWER, WRONG, FAILED = "kept", "no gain", "slower", "wrong", "failed"
+KEPT, NO_GAIN, SLOWER, WRONG, FAILED = "kept", "no gain shown", "slower", "wrong", "failed"
 REPLACED, NOT_APPLIED, NOT_TRIED, UNDECIDED = "replaced", "nothing to change", "not tried", "undecided"
 OPEN = (NOT_TRIED, UNDECIDED)
+INTERRUPTED = "interrupted"  # why something was not tried
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Trial:
     fix: str
     on_top_of: tuple[str, ...]
     status: str
-    """`kept`; `replaced`: kept until another value of it was faster; `no gain`; `slower`; `wrong`: the losses differ;
-    `failed`: the script does not run with it; `nothing to change`; `undecided`, `not tried`: no time was left."""
+    """`kept`; `replaced`: kept until another value of it was faster; `no gain shown`; `slower`; `wrong`: the losses
+    differ; `failed`: the script does not run with it; `nothing to change`; `undecided`, `not tried`: time was up."""
     reason: str | None = None
     gain: Factor | None = None  # compared with runs of the changes kept before it, in alternation
     losses: LossCheck | None = None  # compared with the unchanged script
@@ -71,6 +72,10 @@ class Improvement(Shown):
     warnings: tuple[str, ...] = ()
 
     @property
+    def is_interrupted(self) -> bool:
+        return any(trial.reason == INTERRUPTED for trial in self.trials)
+
+    @property
     def exit_code(self) -> int:
         """0 if anything was measured besides the unchanged script, else 4."""
         is_measured = any(trial.status not in (NOT_APPLIED, NOT_TRIED) for trial in self.trials)
@@ -97,13 +102,13 @@ def factor_of(before_ns: Sequence[float], after_ns: Sequence[float]) -> Factor:
 
 
 def verdict(before_ns: Sequence[float], after_ns: Sequence[float], noise_share: float) -> str | None:
-    """Return `kept`, `no gain` or `slower` for pairs of runs; None if another pair is needed.
+    """Return `kept`, `no gain shown` or `slower` for pairs of runs; None if another pair is needed.
 
     `noise_share` is how far runs of the same program are apart. One pair is enough to drop what does not pay, if that
     noise cannot hide a gain. To be kept, a change must pay in two pairs or more, beyond chance.
 
     >>> verdict([10.0], [10.1], 0.01), verdict([10.0], [10.1], 0.2), verdict([10.0], [8.0], 0.01)
-    ('no gain', None, None)
+    ('no gain shown', None, None)
     >>> verdict([10.0, 10.1], [8.0, 8.1], 0.01)
     'kept'
     """

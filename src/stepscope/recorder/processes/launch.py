@@ -23,6 +23,8 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
+from stepscope.recorder.wall import guarded
+
 PACKAGE_FOLDER = str(Path(__file__).resolve().parents[2])
 
 
@@ -153,6 +155,7 @@ def run_program(program: Program) -> None:
 _hidden: dict[str, types.ModuleType] = {}  # modules of Python that the script's folder has too, and their parts
 
 
+@guarded
 def _give_way(folder: str) -> None:
     """Forget modules of Python that modules beside the script hide: it imports its own, as it does alone."""
     try:
