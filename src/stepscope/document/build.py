@@ -10,7 +10,7 @@ from stepscope.document.card import Card
 from stepscope.document.model import Document, Missing, Section
 from stepscope.document.tables import mapping
 from stepscope.document.verdict import trace_verdict
-from stepscope.errors import RecordingError, TraceError, Unavailable, failure
+from stepscope.errors import StepscopeError, failure
 from stepscope.findings.diagnose import diagnose
 from stepscope.formatting import safe
 from stepscope.session import Kind, Session
@@ -52,7 +52,7 @@ def section_of(session: Session, name: str, ignored: Collection[str] = ()) -> Se
     try:
         build = import_module(f"stepscope.document.sections.{name}").parts
         parts = build(session, diagnose(session.case, ignored)) if name == "overview" else build(session)
-    except (Unavailable, RecordingError, TraceError) as reason:
+    except StepscopeError as reason:
         parts = (Missing(str(reason)),)
     except (Exception, PanicException) as error:  # a section that fails costs only itself
         parts = (Missing(f"This section failed ({failure(error)}). The others are not affected."),)

@@ -59,6 +59,8 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
     symbols = [find_symbols(memory) for memory in both]
     symbol = _what_differs(symbols[0], symbols[1])
     values = (symbols[0][symbol], symbols[1][symbol])
+    if not all(values):
+        raise UsageError(f"{symbol} is 0 in one of the two, so memory cannot be followed as it grows")
     found = [on_device(memory) for memory in both]
     levels, places = [levels for _, levels in found], [_places(mine) for mine, _ in found]
     groups: dict[tuple[Any, ...], list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
