@@ -194,3 +194,19 @@ class Runs:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, forks):
     return Lab(tmp_path_factory.mktemp("lab"), forks)
+
+
+@pytest.fixture
+def apply():
+    """Makes fixes as STEPSCOPE_FIX names them, and takes them off at the end."""
+    from stepscope.recorder.fixes.applied import AppliedFixes  # needs torch
+
+    made = []
+
+    def start(text):
+        made.append(AppliedFixes(text))
+        return made[-1]
+
+    yield start
+    for fixes in reversed(made):
+        fixes.remove()

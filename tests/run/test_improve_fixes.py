@@ -14,22 +14,7 @@ from torch.utils.data import DataLoader
 from stepscope.api.improve_search import TRIES
 from stepscope.findings.fixes import FIXES, code_of
 from stepscope.recorder import fixes as variables
-from stepscope.recorder.fixes.applied import AppliedFixes
 from stepscope.recorder.model import is_compiled
-
-
-@pytest.fixture
-def apply():
-    """Makes fixes as STEPSCOPE_FIX names them, and takes them off at the end."""
-    made = []
-
-    def start(text):
-        made.append(AppliedFixes(text))
-        return made[-1]
-
-    yield start
-    for fixes in reversed(made):
-        fixes.remove()
 
 
 def facts(fixes, name):

@@ -14,22 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from stepscope.findings.diagnose import all_rules
 from stepscope.findings.fixes import FIXES
 from stepscope.recorder.fixes import applied as module
-from stepscope.recorder.fixes.applied import CHANGES, AppliedFixes
+from stepscope.recorder.fixes.applied import CHANGES
 from stepscope.recorder.model import is_compiled
-
-
-@pytest.fixture
-def apply():
-    """Makes fixes as STEPSCOPE_FIX names them, and takes them off at the end."""
-    made = []
-
-    def start(text):
-        made.append(AppliedFixes(text))
-        return made[-1]
-
-    yield start
-    for fixes in reversed(made):
-        fixes.remove()
 
 
 def changed(fixes):

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison import improvement as found
 from stepscope.analysis.comparison.improvement import LEAST_GAIN, Trial, factor_of, verdict
@@ -85,7 +85,7 @@ class Search:
     ) -> None:
         self._command, self._log, self._options, self.limit_s = command, log, options, limit_s
         self._tolerance, self._say = tolerance, say
-        self._stored: dict[str, deque[dict[str, object]]] = defaultdict(deque)
+        self._stored: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
         for row in log.rows:
             self._stored[row["fixes"]].append(row)
         self.attempts: dict[str, list[Attempt]] = defaultdict(list)
@@ -110,8 +110,8 @@ class Search:
         number = len(self._order)
         if self._stored[fixes]:
             row = self._stored[fixes].popleft()
-            done = read_attempt(self._log.folder / str(row["name"]), number, row["failure"], False)  # type: ignore[arg-type]
-            seconds = float(row["seconds"])  # type: ignore[arg-type]
+            done = read_attempt(self._log.folder / str(row["name"]), number, row["failure"], False)
+            seconds = row["seconds"]
         else:
             name = f"run-{number:03d}-{os.getpid()}"
             begun = time.monotonic()

@@ -50,7 +50,7 @@ def findings_part(diagnosis: Diagnosis, recording: str | None = None) -> Finding
 def _summary(diagnosis: Diagnosis) -> str:
     found = f"{plural(len(diagnosis.findings), 'problem')} found." if diagnosis.findings else "No problems found."
     if not diagnosis.findings and diagnosis.ledger is None:
-        found = "These checks found no problem. There is no ledger here: causes that none of them knows stay unseen."
+        found = "These checks found no problem. Without a ledger, other causes cannot be ruled out."
     if not diagnosis.findings and diagnosis.ledger is not None:
         share = diagnosis.unclaimed_ns / diagnosis.ledger.step_ns
         if share >= MUCH_UNCLAIMED:

@@ -34,8 +34,8 @@ def interval_ns(finding: Finding, ledger: Ledger) -> tuple[float, float]:
     """Return what a finding saves at least and at most, in ns per step, in `COVERAGE` of cases."""
     low, high = FACTORS[kind_of(finding, ledger)]
     saving_ns = finding.saving_ns or 0.0
-    # The least time that the work needs is no one's to save, except of work that the fix removes. Nor is more than
-    # the rows hold that the finding stands on.
+    # Nothing can save the least time that the work needs, unless the fix removes the work. Nor can a finding save
+    # more than the rows that it claims hold.
     claimed_ns = sum(ns for row, ns in finding.claims.items() if ROWS[row][0] == LIMIT)
     most_ns = ledger.step_ns - ledger.per_step_ns(LIMIT) + claimed_ns
     if finding.claims:

@@ -57,14 +57,9 @@ class Results(AbstractContextManager["Results"]):
         try:
             _check_ours(folder)
             (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | NEW_FILE, 0o644)
+            self._lock = locked(folder, "Another sweep is writing to {}. Choose another folder with -o.")
         except OSError as error:
             raise UsageError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with -o.") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise UsageError(f"Another sweep is writing to {folder}. Choose another folder with -o.") from None
         try:
             self._path = folder / RESULTS_FILE
             num_lines = _num_lines(self._path)
@@ -149,6 +144,17 @@ class Results(AbstractContextManager["Results"]):
     def __exit__(self, *_exception: object) -> None:
         os.close(self._descriptor)
         os.close(self._lock)
+
+
+def locked(folder: Path, busy: str) -> int:
+    """Return the descriptor of a folder's lock, held until it is closed; UsageError (`busy`) if another holds it."""
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | NEW_FILE, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UsageError(busy.format(folder)) from None
+    return lock
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@
 If it is killed, only the running run is lost. Only one process at a time writes to a folder.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 from stepscope.border import AMOUNT, PLACE, PLAIN, TEXT, check, read_file, read_json
 from stepscope.errors import RecordingError, UsageError
 from stepscope.recorder.files import write_json
-from stepscope.sweep.results import LOCK_FILE, NEW_FILE
+from stepscope.sweep.results import LOCK_FILE, NEW_FILE, locked
 
 RESULT_FILE = "improve.json"
 RUNS_FILE = "runs.jsonl"
@@ -39,15 +38,14 @@ class RunLog(AbstractContextManager["RunLog"]):
                 raise UsageError(
                     f"{folder} is not empty and holds no runs of this command. Choose another folder with -o."
                 )
-            self._lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | NEW_FILE, 0o644)
+            self._lock = locked(folder, "Another process is writing to {}. Wait for its end.")
         except OSError as error:
             raise UsageError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with -o.") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self.rows = _whole_rows(folder / RUNS_FILE)
+        except UsageError:
             os.close(self._lock)
-            raise UsageError(f"Another process is writing to {folder}. Wait for its end.") from None
-        self.rows = _whole_rows(folder / RUNS_FILE)
+            raise
         for left in set(folder.glob("run-*")) - {folder / name for row in self.rows for name in _files(row)}:
             shutil.rmtree(left) if left.is_dir() else left.unlink()  # by a run that was killed
         self.write({})

@@ -31,9 +31,7 @@ class LossCheck:
     """The largest difference between two runs without the change; 0 for a deterministic script."""
     rounding_share: float | None = None
     """How far rounding alone had moved the losses by `step`, if that was measured."""
-    limit_share: float | None = (
-        None  # the limit that was applied: the tolerance plus twice the noise and the rounding
-    )
+    limit_share: float | None = None  # the limit applied: the tolerance, plus twice the noise and the rounding
     difference_share: float | None = None
     """The largest difference between a run with and one without the change: median over pairs; null if not finite."""
     step: int | None = None  # the step of that difference, in the median pair

@@ -103,7 +103,7 @@ ROUNDING = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-1
 class Rounding(Change):
     """Moves weights by up to half a unit in the last place before each forward: what rounding does to the losses.
 
-    It is no fix: `stepscope improve` compares it with changes of precision or of the order of sums.
+    This is not a fix: `stepscope improve` compares it with changes of precision or of the order of sums.
     """
 
     nothing_seen = "no module was called from outside compiled code"

@@ -9,7 +9,7 @@ import torch
 from stepscope.recorder.modes import unseen
 from stepscope.recorder.values import tensors_in
 
-_LEAST_POSITIONS = 8  # a shorter row is no text
+_LEAST_POSITIONS = 8  # a shorter row is not text
 _MOST_ELEMENTS = 1 << 24
 _WHOLE = (torch.int64, torch.int32, torch.bool)
 
@@ -40,7 +40,7 @@ class Padding:
 
 
 def _counted(tensor: torch.Tensor, pad: int | None = None) -> tuple[int, int, int] | None:
-    """Return positions, those in use, and those up to the longest row; None for what is no text.
+    """Return positions, those in use, and those up to the longest row; None for what is not text.
 
     `pad` is the value of padding; without it, the one that most rows end or begin with. Labels have negative values,
     and zeros and ones without a name may mean anything: both show no padding.
@@ -56,7 +56,7 @@ def _counted(tensor: torch.Tensor, pad: int | None = None) -> tuple[int, int, in
     for side in (rows.flip(1), rows):
         value = side[:, 0].mode().values if pad is None else pad
         run = (side == value).to(torch.int64).cumprod(1).sum(1)
-        # One of a pad id may be the end of a text. A row of one value throughout is no padding.
+        # The first pad id may mark the end of the text. A row with a single value is not padding.
         run = torch.where(run == length, 0, run if pad is not None else (run - 1).clamp(min=0))
         used = torch.minimum(used, length - run)
     return rows.numel(), int(used.sum()), num_rows * int(used.max())
