@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from stepscope.recorder.ledger.flops import Op, count_flops, has_formula, op_name
 from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.machine.environment import float32_matmul
 
 ATEN = torch.ops.aten
 B, H, S, T, D = 2, 4, 16, 32, 8  # batch, heads, queries, keys, head width
@@ -253,3 +254,14 @@ def test_an_op_may_say_in_what_it_multiplies():
     facts = counted(loss)
 
     assert facts["model_flops_by_dtype"] == {"bf16": 3 * 2 * 8 * 4 * 16}
+
+
+def test_float32_convolutions_have_their_own_switch_for_tf32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+
+    assert float32_matmul(0, is_convolution=True) == "tf32"
+    assert float32_matmul(0) == "fp32"  # torch's default
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert float32_matmul(0, is_convolution=True) == "fp32"

@@ -24,8 +24,10 @@ from stepscope.analysis.comparison.verification import (
 )
 from stepscope.analysis.time.summary import clean_step_ns
 from stepscope.api.verification import attempt, need_timed, read_attempt
+from stepscope.errors import UsageError
 from stepscope.findings.fixes import parse_fix
 from stepscope.formatting import percent
+from stepscope.recorder.fixes import LOOK
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.improvement import Factor
@@ -38,18 +40,19 @@ TRIES = (
     "memory_layout",
     "autocast",
     "sdpa",
-    "compile",
+    "cudnn_benchmark",
     "unfused_optimizer",
     "threads",
     "fp32_matmul",
-    "cudnn_benchmark",
     "pageable_copies",
+    "compile",
     "launch_bound",
     "attention_backend=cudnn",
     "expandable_segments",
     "compile=max-autotune-no-cudagraphs",
 )
-"""The order without a ledger: what usually saves most comes first, what takes longest to compile last."""
+"""The order of changes that the ledger promises nothing of: what usually saves most first, and last what compiles
+for long."""
 COMPILERS = ("compile", "launch_bound")  # one replaces the other
 NEED_GPU = ("launch_bound", "attention_backend", "compile=max-autotune-no-cudagraphs")
 PHASE_OF = {"waiting_for_data": "data", "unfused_optimizer": "optimizer"}
@@ -120,7 +123,7 @@ class Search:
                 self._command,
                 self._log.folder / name,
                 number,
-                look or fixes or None,
+                look or fixes or LOOK,
                 replace(self._options, timeout_s=max(1.0, timeout_s)),
                 rehearses=look is not None,  # its windows disturb the steps after them
                 num_traced=num_traced,
@@ -139,7 +142,13 @@ class Search:
     def survey(self, num_traced: int) -> Survey:
         """Run the unchanged script once, looking at what each change would change."""
         ids = [text for text in TRIES if not text.startswith(("compile=", "launch_bound"))]
-        done = self._run(BASELINE, num_traced=num_traced, look=f"?{'+'.join(ids)}")
+        try:
+            done = self._run(BASELINE, num_traced=num_traced, look=LOOK + "+".join(ids), limit_s=self.limit_s)
+        except OutOfTime:
+            raise UsageError(
+                f"the first run, of the unchanged script, needs more than {self.limit_s / 60:g} minutes. Set more "
+                "--minutes, or make the script take shorter steps"
+            ) from None
         need_timed(done, self._options)
         recording = done.recording
         assert recording is not None
@@ -183,6 +192,9 @@ class Search:
                     self._note(self._try(text, survey.rehearsal) if refused is None else is_needless)
                 except OutOfTime:
                     self._leave(text, f"no time was left: set more than {self.limit_s / 60:g} --minutes")
+                if self.kept[-1:] == ["compile"] and "launch_bound" in waiting:
+                    # Fused kernels leave the GPU less to do than the host: now launches may be what takes time.
+                    waiting.sort(key=lambda each: each != "launch_bound")
                 waiting = waiting or self._worth_another_try()
             self.is_finished = not any(each.status in found.OPEN for each in self.trials.values())
         except KeyboardInterrupt:

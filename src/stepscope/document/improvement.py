@@ -28,10 +28,17 @@ def headline(result: Improvement) -> str:
     name = safe(result.command, 80)
     if result.gain is None:
         tried = [each.fix for each in result.trials if each.status not in (found.NOT_APPLIED, found.NOT_TRIED)]
-        what = f"tried {', '.join(tried)}" if tried else "none of the known changes applies"
-        if not tried and not result.is_finished:
-            what = "it was interrupted" if result.is_interrupted else "no time was left to try anything"
-        return f"Nothing paid for {name}: {what}. A step takes {milliseconds(result.baseline_ns)}."
+        undecided = [each for each in result.trials if each.status == found.UNDECIDED]
+        seen = ", ".join(f"{each.fix} ({_factor(each.gain)})" for each in undecided if each.gain)
+        what = f"Nothing paid for {name}: tried {', '.join(tried)}."
+        if seen:
+            what = f"Nothing is proven for {name} yet. Too few runs for a verdict: {seen}."
+        elif not tried and result.is_finished:
+            what = f"Nothing paid for {name}: none of the known changes applies."
+        elif not tried:
+            why = "it was interrupted" if result.is_interrupted else "no time was left"
+            what = f"Nothing was tried for {name}: {why}."
+        return f"{what} A step takes {milliseconds(result.baseline_ns)}."
     return (
         f"{name} trains {_factor(result.gain)} as fast with {', '.join(result.kept)}: "
         f"{milliseconds(result.best_ns)} per step instead of {milliseconds(result.baseline_ns)}."

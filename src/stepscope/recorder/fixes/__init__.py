@@ -7,7 +7,7 @@ import os
 
 VARIABLE = "STEPSCOPE_FIX"  # set for a child process, and removed from its environment before the script starts
 LOOK = "?"
-"""Before the names of fixes: count what they would change, and change nothing."""
+"""Before the names of fixes, or alone: count what they would change, and change nothing."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 
@@ -18,7 +18,7 @@ def split(text: str) -> list[tuple[str, str | None]]:
     >>> split("autocast+compile=max-autotune")
     [('autocast', None), ('compile', 'max-autotune')]
     """
-    parts = [part.partition("=") for part in text.removeprefix(LOOK).split("+")]
+    parts = [part.partition("=") for part in text.removeprefix(LOOK).split("+") if part]
     return [(name.strip(), value.strip() if equals else None) for name, equals, value in parts]
 
 

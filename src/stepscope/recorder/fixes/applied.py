@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from stepscope.recorder.fixes import LOOK, split
@@ -54,6 +55,8 @@ class AppliedFixes:
 
     def use_roots(self, roots: list[nn.Module]) -> None:
         """Change the modules that the script calls directly, except those already changed."""
+        if not self._used and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()  # the steps before were unchanged
         new = [root for root in roots if root not in self._used]
         self._used.update(new)
         # Compile first, so that the other changes wrap the compiled code and count outside it.

@@ -102,7 +102,9 @@ def _dtype(func: Any, args: Any, kwargs: Any) -> str:
     operand = next((t for t in tensors if t.dim() >= 2), tensors[0])
     dtype = _argument(func, args, kwargs, ("product_dtype",)) or operand.dtype
     if dtype == torch.float32:
-        return float32_matmul(operand.device.index or 0) if operand.is_cuda else "fp32"
+        if not operand.is_cuda:
+            return "fp32"
+        return float32_matmul(operand.device.index or 0, is_convolution="convolution" in op_name(func))
     if "float8" in str(dtype):
         return "fp8"
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

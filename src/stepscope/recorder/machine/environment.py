@@ -80,16 +80,22 @@ def memory_facts(device: int | None) -> dict[str, int]:
     return facts
 
 
-def float32_matmul(device: int | None) -> str:
-    """Return `tf32` if float32 matrix products may use TF32 on this device, else `fp32`."""
+def float32_matmul(device: int | None, is_convolution: bool = False) -> str:
+    """Return `tf32` if float32 matrix products, or convolutions, may use TF32 on this device, else `fp32`."""
     if device is None or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return "fp32"
-    return "tf32" if products_in_tf32() else "fp32"
+    return "tf32" if (convolutions_in_tf32() if is_convolution else products_in_tf32()) else "fp32"
 
 
 def products_in_tf32() -> bool:
     """Return whether torch is set to multiply float32 matrices in TF32."""
     return allows_tf32(torch.backends.cuda.matmul, lambda: torch.get_float32_matmul_precision() != "highest")
+
+
+def convolutions_in_tf32() -> bool:
+    """Return whether torch is set to compute float32 convolutions in TF32: a setting of its own, on by default."""
+    cudnn = torch.backends.cudnn
+    return allows_tf32(getattr(cudnn, "conv", None), lambda: cudnn.allow_tf32)
 
 
 def allows_tf32(backend: Any, by_old_setting: Callable[[], bool]) -> bool:
