@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.recorder.ledger import storages
 from stepscope.recorder.ledger.ledger import Ledger
@@ -243,3 +244,31 @@ def test_the_model_is_left_as_it_was():
         assert {**module.__dict__, "_parameters": None} == {**attributes, "_parameters": None}
     assert F.relu(torch.ones(1)).item() == 1.0  # and no mode is left on
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_the_ctc_loss_takes_the_path_that_it_takes_without_a_ledger(names):
+    """Under a mode, torch passes lengths on as tensors, and on a GPU refuses those on the host."""
+    seen = []
+
+    class Script(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    scores = torch.randn(20, 2, 5, requires_grad=True)
+    given = {"log_probs": scores.log_softmax(-1), "targets": torch.randint(1, 5, (2, 4))}
+    given |= {"input_lengths": torch.tensor([20, 18]), "target_lengths": torch.tensor([4, 3])}
+
+    def loss():
+        return torch.ctc_loss(**given) if names else F.ctc_loss(*given.values())
+
+    (bare,) = torch.autograd.grad(loss(), scores, retain_graph=True)
+    ledger = Ledger([], [], lambda: None)
+    ledger.start()
+    with Script():
+        (observed,) = torch.autograd.grad(loss(), scores)
+    ledger.stop()
+
+    assert torch.equal(bare, observed)
+    assert "aten._ctc_loss.default" in seen and "aten._ctc_loss.Tensor" not in seen

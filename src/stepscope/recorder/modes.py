@@ -59,3 +59,21 @@ def leave(mode: Any) -> bool:
         if one is not mode:
             _push_mode(one)
     return any(one is mode for one in found)
+
+
+def ctc_loss_below_modes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.ctc_loss` with the lengths as numbers, which is what torch makes of them where no mode is active.
+
+    Under a mode it passes them on as tensors, and a GPU refuses lengths on the host. cuDNN takes tensors in any case.
+    """
+    given = {**dict(zip(_CTC_ARGUMENTS, args)), **kwargs}
+    lengths = [given.get(name) for name in _CTC_ARGUMENTS[2:4]]
+    if all(isinstance(each, torch.Tensor) for each in lengths):
+        asked = [given[name] for name in _CTC_ARGUMENTS[:4]]
+        is_cudnn = given["log_probs"].is_cuda and unseen(torch._use_cudnn_ctc_loss, *asked, given.get("blank", 0))
+        if not is_cudnn:
+            given |= {name: each.tolist() for name, each in zip(_CTC_ARGUMENTS[2:4], lengths)}
+    return original(**given)
+
+
+_CTC_ARGUMENTS = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")

@@ -22,8 +22,8 @@ from stepscope.recorder.ledger.nodes import NodeModules, saved_bytes
 from stepscope.recorder.ledger.padding import Padding
 from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages, storage_key
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
-from stepscope.recorder.modes import enter_below, leave
-from stepscope.recorder.patches import Handle, remove_all
+from stepscope.recorder.modes import ctc_loss_below_modes, enter_below, leave
+from stepscope.recorder.patches import Around, Handle, remove_all
 from stepscope.recorder.values import tensors_in
 from stepscope.recorder.wall import pass_on
 
@@ -106,6 +106,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._note_optimizer_state()
         storages.open()
         if not self._is_passive:
+            self._handles.append(Around(torch, "ctc_loss", ctc_loss_below_modes))
             enter_below(self)
             self._entered = True
 
