@@ -51,8 +51,7 @@ TRIES = (
     "expandable_segments",
     "compile=max-autotune-no-cudagraphs",
 )
-"""The order of changes that the ledger promises nothing of: what usually saves most first, and last what compiles
-for long."""
+"""The order of changes that the ledger promises nothing of: what usually saves most first, what compiles last."""
 COMPILERS = ("compile", "launch_bound")  # one replaces the other
 NEED_GPU = ("launch_bound", "attention_backend", "compile=max-autotune-no-cudagraphs")
 PHASE_OF = {"waiting_for_data": "data", "unfused_optimizer": "optimizer"}
@@ -145,10 +144,10 @@ class Search:
         try:
             done = self._run(BASELINE, num_traced=num_traced, look=LOOK + "+".join(ids), limit_s=self.limit_s)
         except OutOfTime:
-            raise UsageError(
-                f"the first run, of the unchanged script, needs more than {self.limit_s / 60:g} minutes. Set more "
-                "--minutes, or make the script take shorter steps"
-            ) from None
+            message = (
+                f"one run of the unchanged script needs more than {self.limit_s / 60:g} minutes. Set more --minutes"
+            )
+            raise UsageError(message) from None
         need_timed(done, self._options)
         recording = done.recording
         assert recording is not None
@@ -223,7 +222,8 @@ class Search:
     def _needless(self, text: str) -> str | None:
         """Return why a change cannot add anything to those kept."""
         is_compiled = any(one.partition("=")[0] in COMPILERS for one in self.kept)
-        if text.startswith("compile=") and "compile" in self.trials and not is_compiled:
+        tried = self.trials.get("compile")
+        if text.startswith("compile=") and tried and tried.status not in found.OPEN and not is_compiled:
             return "the default mode was not faster"
         if text == "fp32_matmul":
             flops = flops_by_dtype(self.attempts[BASELINE][0].recording)
@@ -353,7 +353,7 @@ class Search:
         return self._pairs if self.kept else (steps_ns(self.attempts[BASELINE][1:]), [])
 
     def losses(self) -> LossCheck | None:
-        """Return whether the losses of the best agree with those of the unchanged script."""
+        """Return whether the losses of the best agree with those of the unchanged script; None if nothing is kept."""
         if not self.kept:
             return None
         best = "+".join(self.kept)

@@ -67,12 +67,11 @@ def ctc_loss_below_modes(original: Callable[..., Any], *args: Any, **kwargs: Any
     Under a mode it passes them on as tensors, and a GPU refuses lengths on the host. cuDNN takes tensors in any case.
     """
     given = {**dict(zip(_CTC_ARGUMENTS, args)), **kwargs}
-    lengths = [given.get(name) for name in _CTC_ARGUMENTS[2:4]]
-    if all(isinstance(each, torch.Tensor) for each in lengths):
-        asked = [given[name] for name in _CTC_ARGUMENTS[:4]]
-        is_cudnn = given["log_probs"].is_cuda and unseen(torch._use_cudnn_ctc_loss, *asked, given.get("blank", 0))
+    asked = [given[name] for name in _CTC_ARGUMENTS[:4]]
+    if all(isinstance(lengths, torch.Tensor) for lengths in asked[2:]):
+        is_cudnn = asked[0].is_cuda and unseen(torch._use_cudnn_ctc_loss, *asked, given.get("blank", 0))
         if not is_cudnn:
-            given |= {name: each.tolist() for name, each in zip(_CTC_ARGUMENTS[2:4], lengths)}
+            given |= {name: given[name].tolist() for name in _CTC_ARGUMENTS[2:4]}
     return original(**given)
 
 
