@@ -144,10 +144,8 @@ class Search:
         try:
             done = self._run(BASELINE, num_traced=num_traced, look=LOOK + "+".join(ids), limit_s=self.limit_s)
         except OutOfTime:
-            message = (
-                f"one run of the unchanged script needs more than {self.limit_s / 60:g} minutes. Set more --minutes"
-            )
-            raise UsageError(message) from None
+            least = f"more than {self.limit_s / 60:g} --minutes"
+            raise UsageError(f"one run of the unchanged script takes longer than that: set {least}") from None
         need_timed(done, self._options)
         recording = done.recording
         assert recording is not None
