@@ -359,3 +359,19 @@ def parameter_facts(parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
         "num_trainable": sum(p.numel() for p in seen.values() if p.requires_grad),
         "bytes_by_dtype": num_bytes,
     }
+
+
+def without_optimizer(roots: list[nn.Module], optimized: set[int]) -> list[dict[str, Any]]:
+    """Return the largest modules none of whose trainable parameters an optimizer has, given the ids of those it has.
+
+    Empty if the optimizers have none of the parameters: then they update copies, or the script does so itself.
+    """
+    found: list[dict[str, Any]] = []
+    named = [pair for _, _, modules in named_modules(roots) for pair in modules]
+    for name, module in named:
+        inside = [p for p in module.parameters() if p.requires_grad]
+        is_part = found and f"{plain_name(name)}.".startswith(f"{found[-1]['module']}.")  # parents come first
+        if inside and not is_part and optimized.isdisjoint(map(id, inside)):
+            found.append({"module": plain_name(name), "num_parameters": sum(p.numel() for p in inside)})
+    is_any = any(id(p) in optimized for root in roots for p in root.parameters())
+    return found if is_any else []

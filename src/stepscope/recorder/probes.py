@@ -24,7 +24,7 @@ from stepscope.recorder.machine.environment import (
     speed_flags,
 )
 from stepscope.recorder.machine.nvml import NvmlUnavailable
-from stepscope.recorder.model import is_compiled, parameter_facts
+from stepscope.recorder.model import is_compiled, parameter_facts, without_optimizer
 from stepscope.recorder.precision.settings import precision_settings
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.trace_window import TraceProbe
@@ -94,10 +94,10 @@ class Probes:
         self.facts["flags"] = speed_flags()
         self._float32_matmul = float32_matmul(self.device)
         parameters = [p for module in roots for p in module.parameters()]
-        if not parameters:  # a compiled function hides its modules, but the optimizers have the parameters
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            parameters = [p for group in groups for p in group["params"]]
-        self.facts["parameters"] = parameter_facts(parameters)
+        optimized = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        # A compiled function hides its modules, but the optimizers have the parameters.
+        self.facts["parameters"] = parameter_facts(parameters or optimized)
+        self.facts["parameters"]["without_optimizer"] = without_optimizer(roots, set(map(id, optimized)))
         self.facts["roots"] = [type(module).__name__ for module in roots]
 
     def compare_precision(self, window: str) -> None:

@@ -42,7 +42,9 @@ class RecordingFacts(TypedDict, total=False):
     """What the loop does between steps (`evaluation`, `checkpoint`, …): lines of the script, and how often each."""
     windows: dict[str, int]  # requested steps of each window
     roots: list[str]  # classes of the modules that the script calls itself
-    parameters: dict[str, Any]  # `num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once
+    parameters: dict[str, Any]
+    """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once. The largest modules whose trainable
+    parameters are in no optimizer (`without_optimizer`): `module`, `num_parameters`."""
     memory: dict[str, int]
     """Peaks at the end of the clean window: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
@@ -116,7 +118,10 @@ SCHEMA: dict[str, Any] = {
     "between": {"*": _EACH_COUNT},
     "windows": _EACH_COUNT,
     "roots": [TEXT],
-    "parameters": {"num_total": COUNT, "num_trainable": COUNT, "bytes_by_dtype": _EACH_COUNT},
+    "parameters": {
+        "num_total": COUNT, "num_trainable": COUNT, "bytes_by_dtype": _EACH_COUNT,
+        "without_optimizer?": [{"module": TEXT, "num_parameters": COUNT}],
+    },
     "memory": _EACH_COUNT,
     "trace": {**_TRACE_WINDOW, "repeated?": [_TRACE_WINDOW]},
     "flops": {

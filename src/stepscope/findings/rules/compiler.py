@@ -11,7 +11,9 @@ from stepscope.analysis.compiler.compile_summary import split_guard
 from stepscope.analysis.compiler.compiled_regions import entering
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
+from stepscope.errors import if_available
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, count_of, entries, one_finding, rule
+from stepscope.findings.rules.fusion import fusible
 from stepscope.formatting import duration, plural
 from stepscope.session.case import WORTH_SHARE
 
@@ -215,11 +217,18 @@ def _stopped_compiling(case: Case) -> list[Finding]:
     first = max(hits, key=count_of)
     guard = _guard(case)
     rows = [{"frame": one.get("frame"), "count": count_of(one)} for one in hits[:8]]
+    fused = if_available(lambda: fusible(case)[1])
+    is_worth = fused is not None and case.is_worth(fused)
     return one_finding(
         sentence=f"torch.compile reached its recompile limit for {first.get('frame')}, which has run eagerly "
         f"since then{f' ({guard})' if guard else ''}.",
         fix=_fix_of(guard or ""),
-        derived="reported by torch.compile; how fast the compiled function would be is unknown",
+        saving_ns=fused if is_worth else None,
+        upper_bound=True,
+        group="compile" if is_worth else None,
+        derived="reported by torch.compile; the step replayed with everything fused that is not compiled"
+        if is_worth
+        else "reported by torch.compile; how fast the compiled function would be is unknown",
         falsified_by="raise torch._dynamo.config.recompile_limit; the finding is wrong if as many ops run eagerly",
         evidence=(Evidence("functions over the recompile limit", rows), *_guards(case)),
     )

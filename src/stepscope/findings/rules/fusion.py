@@ -3,6 +3,7 @@
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import traffic_ns
+from stepscope.analysis.time.what_if import Saving
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
 from stepscope.formatting import duration, plural, whole_percent
 
@@ -19,20 +20,23 @@ _FUSED = (
 # Ops in a chain, and the one op that does the same.
 
 
-@rule
-def unfused_elementwise(case: Case) -> list[Finding]:
-    """Do elementwise ops, norms and casts move their tensors many times because they are not compiled?"""
+def fusible(case: Case) -> tuple[pl.DataFrame, Saving]:
+    """Return the runs of work that are not compiled and could be one pass over memory, and what that saves."""
     case.with_shapes()
     can_fuse = ~pl.col("is_compiled") & (pl.col("num_kernels") > 1) & (pl.col("fused_ns") < pl.col("duration_ns"))
     found = case.segments.filter(can_fuse)
-    if found.is_empty():
-        return []
     durations = dict(found.select("last", "fused_ns").iter_rows())
     events = found["events"].explode()
     gone = events.filter(~events.is_in(list(durations)))
     # The host takes as long per launch of compiled code as per launch of an op (docs/findings/README.md).
-    saving_ns = case.saving_ns(case.without(gone, durations))
-    if not case.is_worth(saving_ns):
+    return found, case.saving_ns(case.without(gone, durations))
+
+
+@rule
+def unfused_elementwise(case: Case) -> list[Finding]:
+    """Do elementwise ops, norms and casts move their tensors many times because they are not compiled?"""
+    found, saving_ns = fusible(case)
+    if found.is_empty() or not case.is_worth(saving_ns):
         return []
     per_step = found.select(pl.col("num_kernels", "duration_ns", "fused_ns").sum() / case.num_steps)
     num_kernels, total_ns, left_ns = per_step.row(0)
@@ -56,7 +60,7 @@ def unfused_elementwise(case: Case) -> list[Finding]:
         confidence="high" if total_ns > 3 * left_ns else "medium",
         falsified_by="use torch.compile; the finding is wrong if there are as many kernels and they take as long, "
         "without a graph break among them",
-        places=case.places(events),
+        places=case.places(found["events"].explode()),
         evidence=(Evidence("runs of elementwise ops", table.head(8).to_dicts()),),
     )
 

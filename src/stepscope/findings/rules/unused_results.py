@@ -1,0 +1,145 @@
+"""Rules about results that nobody reads: gradients without an optimizer, and rows that no step looks up."""
+
+from collections import Counter
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import operands
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.formatting import count, whole_percent
+
+_WEIGHT_SHARE = 0.5  # of the products of a backward pass: those for weights; the others are for inputs
+_PRODUCTS = ["gemm", "convolution"]
+_MOST_MODULES = 100
+
+
+@rule
+def unused_gradients(case: Case) -> list[Finding]:
+    """Are gradients computed for parameters that no optimizer has?"""
+    facts = case.recording.facts.get("parameters") or {}
+    if "without_optimizer" not in facts:
+        raise Unavailable("The recording does not say which parameters no optimizer has. Record it again.")
+    unused = sorted(facts["without_optimizer"], key=lambda one: -one["num_parameters"])[:_MOST_MODULES]
+    if not unused or not case.has_gpu_work:
+        return []
+    work = case.work.with_columns(pl.col("module", "phase", "class").cast(pl.String))
+    is_theirs = pl.any_horizontal(_is_inside(one["module"]) for one in unused)
+    trained = work.filter(pl.col("phase") == "forward", pl.col("module").is_not_null(), ~is_theirs)
+    first_ns = trained.group_by("step").agg(pl.col("start_ns").min().alias("trained_ns"))
+    durations: dict[int, float] = {}
+    gone: list[int] = []
+    rows = []
+    for one in unused:
+        inside = work.filter(_is_inside(one["module"]))
+        forward, backward = (inside.filter(pl.col("phase") == phase) for phase in ("forward", "backward"))
+        if backward.is_empty():
+            continue
+        # What runs before anything that is trained passes no gradient on.
+        begins = forward.join(first_ns, on="step", how="left")
+        is_first = not begins.is_empty() and bool((begins["start_ns"] < begins["trained_ns"].fill_null(2**62)).all())
+        if is_first:
+            gone += backward["event"].to_list()
+        else:
+            products = backward.filter(pl.col("class").is_in(_PRODUCTS)).select("event", "duration_ns")
+            durations |= {event: ns * (1 - _WEIGHT_SHARE) for event, ns in products.iter_rows()}
+        rows.append({**one, "is_first": is_first, "backward_ns": case.total_ns(backward)})
+    saving_ns = case.saving_ns(case.without(gone, durations))
+    if not rows or not case.is_worth(saving_ns):
+        return []
+    rows.sort(key=lambda row: -row["backward_ns"])
+    names = ", ".join(row["module"] for row in rows[:3])
+    total_ns = sum(row["backward_ns"] for row in rows)
+    is_first = all(row["is_first"] for row in rows)
+    return one_finding(
+        sentence=f"No optimizer has the {count(sum(row['num_parameters'] for row in rows))} trainable parameters of "
+        f"{names}, but each step computes their gradients: the backward pass there takes {case.cost_text(total_ns)}.",
+        fix="with torch.no_grad():  # around its forward" if is_first else f"{names}.requires_grad_(False)",
+        saving_ns=saving_ns,
+        derived="the step replayed without that backward pass"
+        if is_first
+        else f"the step replayed with {whole_percent(_WEIGHT_SHARE)} of that backward pass's products: gradients "
+        "pass through it to what is trained",
+        confidence="high" if is_first else "medium",
+        falsified_by="look for code that reads these gradients or updates these parameters without a torch optimizer",
+        evidence=(Evidence("modules without an optimizer", rows[:8]),),
+    )
+
+
+def _is_inside(module: str) -> pl.Expr:
+    return (pl.col("module") == module) | pl.col("module").str.starts_with(f"{module}.")
+
+
+_LEAST_UNTOUCHED = 0.5  # of a table's rows
+_ROWS_ARGUMENT = {"aten::embedding_dense_backward": 2, "aten::_embedding_bag_dense_backward": 5}
+_LOOKUPS = ["embedding_index", *_PRODUCTS]
+"""Classes of work over a table that touch only the rows looked up, or need all of them."""
+
+
+@rule
+def untouched_rows(case: Case) -> list[Finding]:
+    """Are all rows of a large table updated although a step looks up only a few of them?"""
+    case.with_shapes()
+    work = case.work.with_columns(pl.col("op", "class", "shapes", "inputs").cast(pl.String))
+    tables = _tables(work)
+    durations: dict[int, float] = {}
+    rows: list[dict[str, Any]] = []
+    for (num_rows, width), num_lookups in tables.items():
+        size = f"[{num_rows}, {width}]"
+        over = work.filter(pl.col("shapes").str.contains(size, literal=True))
+        if over["class"].is_in(_PRODUCTS).any():
+            continue  # the table is also multiplied, so every row has a gradient
+        passes = over.filter(~pl.col("class").is_in(_LOOKUPS), pl.col("kind") == "kernel")
+        untouched = 1 - num_lookups / num_rows
+        for shapes, part in passes.group_by("shapes"):
+            share = _share_of(str(shapes[0]), (num_rows, width)) * untouched
+            found = part.select("event", "duration_ns").iter_rows()
+            durations |= {event: durations.get(event, ns) - ns * share for event, ns in found}
+        ops = sorted(passes["op"].unique().drop_nulls())
+        sizes = {"num_rows": num_rows, "width": width, "num_lookups": num_lookups}
+        rows.append({**sizes, "duration_ns": case.total_ns(passes), "ops": ", ".join(ops)})
+    saving_ns = case.saving_ns(Change(duration_ns=durations))
+    if not rows or not case.is_worth(saving_ns):
+        return []
+    rows.sort(key=lambda row: -row["duration_ns"])
+    largest, total_ns = rows[0], sum(row["duration_ns"] for row in rows)
+    return one_finding(
+        sentence=f"A step looks up at most {largest['num_lookups']:,} of the {largest['num_rows']:,} rows of an "
+        f"embedding table, but its gradient is dense: filling it and updating all rows takes "
+        f"{case.cost_text(total_ns)}{'' if len(rows) == 1 else f', for {len(rows)} such tables'}.",
+        fix="nn.Embedding(..., sparse=True), with torch.optim.SparseAdam for its weight  # its moments decay only in "
+        "rows that are looked up",
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed with this work on the rows that are looked up; sorting them is not counted",
+        confidence="medium",
+        falsified_by="use sparse gradients; the finding is wrong if the optimizer takes as long",
+        places=case.places(durations),
+        evidence=(Evidence("tables", rows[:8]),),
+    )
+
+
+def _tables(work: pl.DataFrame) -> dict[tuple[int, int], int]:
+    """Return the lookups per step, at most, of each table whose rows are mostly not looked up, by rows and width."""
+    lookups: Counter[tuple[tuple[int, int], int]] = Counter()
+    calls = work.filter(pl.col("op").is_in(list(_ROWS_ARGUMENT))).unique("call")
+    for op, shapes, inputs, step in calls.select("op", "shapes", "inputs", "step").iter_rows():
+        given = operands(shapes, None)
+        values = [text.strip(' "[]') for text in (inputs or "").split(",")]
+        num_rows = values[_ROWS_ARGUMENT[op] : _ROWS_ARGUMENT[op] + 1]
+        tensors = [one for one in given[:2] if isinstance(one, Tensor) and one.shape]
+        if len(tensors) == 2 and num_rows and num_rows[0].isdigit():
+            lookups[(int(num_rows[0]), tensors[0].shape[-1]), step] += tensors[1].num_elements
+    tables: dict[tuple[int, int], int] = {}
+    for (table, _), number in lookups.items():
+        tables[table] = max(number, tables.get(table, 0))
+    return {table: number for table, number in tables.items() if number < (1 - _LEAST_UNTOUCHED) * table[0]}
+
+
+def _share_of(shapes: str, table: tuple[int, int]) -> float:
+    """Return the share of a table in the tensors that an op works on: in its first list, or all of it."""
+    first = next(iter(operands(shapes, None)), None)
+    if not isinstance(first, tuple):
+        return 1.0
+    return sum(one.num_elements for one in first if one.shape == table) / sum(one.num_elements for one in first)
