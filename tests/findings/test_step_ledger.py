@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from device_cases import FP32, Program
+from host_cases import recorded
 from hypothesis import HealthCheck, given, settings
 
 from any_trace import any_trace
 from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN
+from stepscope.cli.main import main
+from stepscope.document.card import Card
 from stepscope.errors import Unavailable
 from stepscope.findings.diagnose import Diagnosis, diagnose
 from stepscope.session import open_session
@@ -121,3 +124,24 @@ def test_limit_and_losses_are_told_apart():
     assert ledger.parts["products"] == pytest.approx(40 * 1_111_700, rel=0.01)
     assert ledger.parts["slow_products"] == pytest.approx(40 * 18_147_000, rel=0.01)
     assert ledger.per_step_ns(LIMIT, RATES, LOSS, UNKNOWN) == pytest.approx(ledger.step_ns)
+
+
+@needs_traces
+def test_the_card_has_the_same_ledger(capsys):
+    recording = FIELD / "recordings" / "nanogpt_eager"
+    ledger = diagnosed(recording).ledger
+
+    card = Card.of(open_session(recording, use_cache=False), with_ledger=True)
+
+    assert card.to_json()["ledger"] == ledger.to_json()
+    assert main(["show", str(recording)]) == 0
+    assert "A step's 126 ms, down to what its work needs" in capsys.readouterr().out
+
+
+def test_a_card_without_a_readable_trace_says_so(tmp_path):
+    folder = recorded(tmp_path / "run", trace={"file": "trace/gone.json"})
+
+    card = Card.of(open_session(folder), with_ledger=True)
+
+    assert card.ledger is None
+    assert [fact.value for fact in card.measurement if fact.title == "ledger"] == ["not computed"]

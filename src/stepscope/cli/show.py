@@ -1,7 +1,8 @@
 """Print a one-screen summary of a run, trace, sweep or memory snapshot.
 
-For a recording, this is its card; for a trace or a folder of ranks, where the time goes; for a sweep, its table; for
-a memory snapshot, what fills the memory. Without PATH, shows the latest run under runs/.
+For a recording, this is its card, with the ledger of a GPU's step; for a trace or a folder of ranks, where the time
+goes; for a sweep, its table; for a memory snapshot, what fills the memory. Without PATH, shows the latest run under
+runs/.
 
 examples:
   stepscope show
@@ -43,7 +44,7 @@ def _result(session: Session) -> Any:
     if session.kind is Kind.RECORDING:
         from stepscope.document.card import Card
 
-        return Card.of(session)
+        return Card.of(session, with_ledger=True)
     if session.kind is Kind.SWEEP:
         return session.sweep_summary
     if session.kind in (Kind.SNAPSHOT, Kind.MEMORY):

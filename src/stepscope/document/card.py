@@ -7,17 +7,21 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series
 from stepscope.document.verdict import verdict
+from stepscope.errors import StepscopeError
 from stepscope.formatting import milliseconds, plural
 from stepscope.session import Session
 from stepscope.session.job import Processes, processes_of
 from stepscope.trace.recording import Recording
+
+if TYPE_CHECKING:
+    from stepscope.analysis.time.ledger import Ledger
 
 MAX_RANKS = 8  # that are listed by number
 _FACTS = ("exit_code", "command", "environment", "precision", "steps", "memory", "notes")
@@ -43,11 +47,14 @@ class Card(Shown):
     """What was measured."""
     measurement: tuple[Fact, ...]
     """How it was measured."""
+    ledger: Ledger | None = None
+    """The step split into the least time that its work needs and every loss, if it was asked for."""
 
     @classmethod
-    def of(cls, session: Session) -> Card:
-        """Return the card of a recording."""
+    def of(cls, session: Session, with_ledger: bool = False) -> Card:
+        """Return the card of a recording. The ledger of a GPU's step needs its trace, and the libraries to read it."""
         recording, summary = session.recording, session.summary
+        ledger, lacks = _ledger(session) if with_ledger else (None, ())
         processes = processes_of(session)
         summary = _of_all_ranks(summary, processes)
         return cls(
@@ -56,7 +63,8 @@ class Card(Shown):
             verdict=verdict(recording, summary),
             run=tuple(_run(recording)),
             figures=tuple(figures(recording, summary)),
-            measurement=(*_steps(recording, summary), *_processes(processes), *_caveats(recording)),
+            measurement=(*_steps(recording, summary), *_processes(processes), *_caveats(recording), *lacks),
+            ledger=ledger,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +77,7 @@ class Card(Shown):
             "status": self.recording.status,
             **{name: facts.get(name) for name in _FACTS},
             **dataclasses.asdict(self.summary),
+            "ledger": None if self.ledger is None else self.ledger.to_json(),
             "compiler": self.recording.compiler,
             "warnings": list(self.recording.warnings),
         }
@@ -85,6 +94,10 @@ def card_document(card: Card) -> Document:
         title, names = f"where a step goes ({how_split(summary)})", [row.name for row in summary.rows]
         series = (Series("step", [row.ns for row in summary.rows]),)
         parts.append(Bars(id="step_parts", title=title, labels=names, series=series, unit="time_ns"))
+    if card.ledger is not None:
+        from stepscope.document.ledger import ledger_parts
+
+        parts += ledger_parts(card.ledger)
     if summary.loop is not None and len(summary.loop.rows) > 1:
         loop = summary.loop
         names = [f"{row.name} ({row.num}×)" if row.num else row.name for row in loop.rows]
@@ -93,6 +106,17 @@ def card_document(card: Card) -> Document:
         parts.append(Bars(id="loop_rows", title=title, labels=names, series=series, unit="time_ns"))
     parts.append(Facts((*card.measurement, *last), "about this measurement"))
     return Document(str(shown), card.verdict, (Section("overview", "Overview", tuple(parts)),))
+
+
+def _ledger(session: Session) -> tuple[Ledger | None, tuple[Fact, ...]]:
+    """Return the ledger of a GPU's step, or why there is none."""
+    facts = session.recording.facts
+    if (facts.get("environment") or {}).get("device") != "cuda" or not (facts.get("trace") or {}).get("file"):
+        return None, ()
+    try:
+        return session.case.ledger, ()
+    except StepscopeError as error:
+        return None, (Fact("ledger", "not computed", str(error)),)
 
 
 def how_split(summary: Summary) -> str:
