@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison import improvement as found
-from stepscope.analysis.comparison.improvement import LEAST_GAIN, Trial, factor_of, verdict
+from stepscope.analysis.comparison.improvement import LEAST_GAIN, Trial, factor_of, trial_line, verdict
 from stepscope.analysis.comparison.losses import DIFFER, NOT_COMPARED, SAME, LossCheck
 from stepscope.analysis.comparison.verification import (
     Attempt,
@@ -45,13 +45,13 @@ TRIES = (
     "threads",
     "fp32_matmul",
     "pageable_copies",
-    "compile",
-    "launch_bound",
     "attention_backend=cudnn",
     "expandable_segments",
+    "compile",
+    "launch_bound",
     "compile=max-autotune-no-cudagraphs",
 )
-"""The order of changes that the ledger promises nothing of: what usually saves most first, what compiles last."""
+"""The order without a ledger: what usually saves most first, what compiles last."""
 COMPILERS = ("compile", "launch_bound")  # one replaces the other
 NEED_GPU = ("launch_bound", "attention_backend", "compile=max-autotune-no-cudagraphs")
 PHASE_OF = {"waiting_for_data": "data", "unfused_optimizer": "optimizer"}
@@ -189,9 +189,6 @@ class Search:
                     self._note(self._try(text, survey.rehearsal) if refused is None else is_needless)
                 except OutOfTime:
                     self._leave(text, f"no time was left: set more than {self.limit_s / 60:g} --minutes")
-                if self.kept[-1:] == ["compile"] and "launch_bound" in waiting:
-                    # Fused kernels leave the GPU less to do than the host: now launches may be what takes time.
-                    waiting.sort(key=lambda each: each != "launch_bound")
                 waiting = waiting or self._worth_another_try()
             self.is_finished = not any(each.status in found.OPEN for each in self.trials.values())
         except KeyboardInterrupt:
@@ -219,10 +216,12 @@ class Search:
 
     def _needless(self, text: str) -> str | None:
         """Return why a change cannot add anything to those kept."""
-        is_compiled = any(one.partition("=")[0] in COMPILERS for one in self.kept)
+        is_compiled = any(map(is_compiler, self.kept))
         tried = self.trials.get("compile")
         if text.startswith("compile=") and tried and tried.status not in found.OPEN and not is_compiled:
             return "the default mode was not faster"
+        if text == "fp32_matmul" and "autocast" in self.kept:
+            return "with autocast, matrix products run in bfloat16"
         if text == "fp32_matmul":
             flops = flops_by_dtype(self.attempts[BASELINE][0].recording)
             if flops and not flops.get("fp32"):
@@ -233,8 +232,8 @@ class Search:
         """Measure a change on top of those kept, in pairs of runs, until it is clear whether it pays."""
         before, replaced = "+".join(self.kept), None
         rest = list(self.kept)
-        if text.partition("=")[0] in COMPILERS:
-            replaced = next((one for one in rest if one.partition("=")[0] in COMPILERS), None)
+        if is_compiler(text):
+            replaced = next(filter(is_compiler, rest), None)
             rest = [one for one in rest if one != replaced]
         after = "+".join([*rest, text])
         chosen = parse_fix(after)
@@ -363,10 +362,8 @@ class Search:
         self._say(trial_line(trial))
 
 
-def trial_line(trial: Trial) -> str:
-    """Return a finished trial as one line of progress."""
-    factor = "" if trial.gain is None else f"  {trial.gain.factor:.2f}×"
-    return f"{trial.status:<17} {trial.fix}{factor}{f'  {trial.reason}' if trial.reason else ''}"
+def is_compiler(text: str) -> bool:
+    return text.partition("=")[0] in COMPILERS
 
 
 def _wrong(losses: LossCheck) -> str | None:

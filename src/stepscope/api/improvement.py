@@ -154,6 +154,7 @@ def _ordered(
 
     Without a ledger, the phases of the step show how much some changes can save at most.
     """
+    from stepscope.api.improve_search import is_compiler
     from stepscope.findings.fixes import FIXES
 
     promised: dict[str, float] = {}
@@ -170,7 +171,8 @@ def _ordered(
             promised[fix.id] = most
         found = [promised[name] for name in (fix.id, *fix.findings) if name in promised]
         shares[text] = max(found) if found and not text.startswith("compile=") else None
-    ordered = sorted(shares.items(), key=lambda each: -(each[1] or 0.0))
+    # What compiles comes last: every change after it would be compiled again.
+    ordered = sorted(shares.items(), key=lambda each: (is_compiler(each[0]), -(each[1] or 0.0)))
     order = "the order of what promises most" if any(shares.values()) else FIXED_ORDER
     return ordered, order if problem is None else f"{order}; the ledger could not be computed: {problem}"
 

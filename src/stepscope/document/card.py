@@ -52,7 +52,7 @@ class Card(Shown):
 
     @classmethod
     def of(cls, session: Session, with_ledger: bool = False) -> Card:
-        """Return the card of a recording. The ledger of a GPU's step needs its trace, and the libraries to read it."""
+        """Return the card of a recording. The ledger needs the trace of a GPU's step, and Polars."""
         recording, summary = session.recording, session.summary
         ledger, lacks = _ledger(session) if with_ledger else (None, ())
         processes = processes_of(session)

@@ -43,8 +43,8 @@ class RecordingFacts(TypedDict, total=False):
     windows: dict[str, int]  # requested steps of each window
     roots: list[str]  # classes of the modules that the script calls itself
     parameters: dict[str, Any]
-    """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once. The largest modules whose trainable
-    parameters are in no optimizer (`without_optimizer`): `module`, `num_parameters`."""
+    """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once. `without_optimizer`: the largest
+    modules whose trainable parameters are in no optimizer, by `module` and `num_parameters`."""
     memory: dict[str, int]
     """Peaks at the end of the clean window: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""

@@ -118,3 +118,9 @@ def verdict(before_ns: Sequence[float], after_ns: Sequence[float], noise_share: 
     if num_pairs < MOST_PAIRS and found.factor * (1 + noise_share) ** (1 / math.sqrt(num_pairs)) > least:
         return None
     return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
+
+
+def trial_line(trial: Trial) -> str:
+    """Return a finished trial as one line of progress."""
+    factor = "" if trial.gain is None else f"  {trial.gain.factor:.2f}×"
+    return f"{trial.status:<17} {trial.fix}{factor}{f'  {trial.reason}' if trial.reason else ''}"
