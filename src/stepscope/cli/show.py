@@ -1,6 +1,6 @@
 """Print a one-screen summary of a run, trace, sweep or memory snapshot.
 
-For a recording, this is its card, with the ledger of a GPU's step; for a trace or a folder of ranks, where the time
+For a recording, this is its card, with the ledger of a step; for a trace or a folder of ranks, where the time
 goes; for a sweep, its table; for a memory snapshot, what fills the memory. Without PATH, shows the latest run under
 runs/.
 

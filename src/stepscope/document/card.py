@@ -52,7 +52,7 @@ class Card(Shown):
 
     @classmethod
     def of(cls, session: Session, with_ledger: bool = False) -> Card:
-        """Return the card of a recording. The ledger needs the trace of a GPU's step, and Polars."""
+        """Return the card of a recording. The ledger needs a trace, and Polars."""
         recording, summary = session.recording, session.summary
         ledger, lacks = _ledger(session) if with_ledger else (None, ())
         processes = processes_of(session)
@@ -109,9 +109,8 @@ def card_document(card: Card) -> Document:
 
 
 def _ledger(session: Session) -> tuple[Ledger | None, tuple[Fact, ...]]:
-    """Return the ledger of a GPU's step, or why there is none."""
-    facts = session.recording.facts
-    if (facts.get("environment") or {}).get("device") != "cuda" or not (facts.get("trace") or {}).get("file"):
+    """Return the ledger of a traced step, or why there is none."""
+    if not (session.recording.facts.get("trace") or {}).get("file"):
         return None, ()
     try:
         return session.case.ledger, ()

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN, Ledger
+from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN, WORK, Ledger
 from stepscope.document.model import Bars, Part, Series, Table, Value
 from stepscope.formatting import duration, percent
 
 NAMES = {
     "products": "limit: products", "traffic": "limit: memory traffic",
+    "cpu_products": "products", "cpu_ops": "other ops", "cpu_data": "waiting for data", "cpu_python": "Python, no op",
     "kernel_rates": "good kernels, above the limit", "slow_products": "slow products",
     "layout": "changes of layout", "unfused": "not fused", "copies": "copies, casts",
     "scatters": "lookups, scatters", "updates": "slow updates", "recomputed": "recomputed",
@@ -19,20 +20,21 @@ NAMES = {
     "idle_queued": "idle: between kernels", "between_steps": "between steps", "slow_steps": "slow steps",
     "idle_unknown": "idle: unknown", "unknown_work": "unknown work", "disagreement": "trace against clean steps",
 }  # fmt: skip
-_ORDER = (LOSS, UNKNOWN, RATES, LIMIT)
+_ORDER = (LOSS, UNKNOWN, RATES, WORK, LIMIT)
 _LEAST_SHARE = 0.005  # of the step, for a bar of its own
 
 
 def ledger_parts(ledger: Ledger) -> list[Part]:
     """Return a step from its largest loss down to the least time that its work needs."""
     rows = sorted(ledger.rows, key=lambda row: (_ORDER.index(row.kind), -row.ns))
-    is_large = [row.kind == LIMIT or abs(row.share) >= _LEAST_SHARE for row in rows]
+    is_large = [row.kind in (LIMIT, WORK) or abs(row.share) >= _LEAST_SHARE for row in rows]
     bars = [(NAMES[row.id], row.ns) for row, large in zip(rows, is_large) if large]
     if rest := sum(row.ns for row, large in zip(rows, is_large) if not large):
-        num_above = sum(large and row.kind != LIMIT for row, large in zip(rows, is_large))
+        num_above = sum(large and row.kind not in (LIMIT, WORK) for row, large in zip(rows, is_large))
         bars.insert(num_above, ("smaller rows", rest))
     left = [ledger.step_ns - spent for spent in accumulate(ns for _, ns in bars)]
-    title = f"a step's {duration(ledger.step_ns, 3)}, down to what its work needs"
+    end = "its ops" if ledger.is_of_cpu else "what its work needs"
+    title = f"a step's {duration(ledger.step_ns, 3)}, down to {end}"
     columns: dict[str, Sequence[Value]] = {
         "row": [NAMES[row.id] for row in rows],
         "kind": [row.kind for row in rows],
@@ -53,6 +55,9 @@ def ledger_parts(ledger: Ledger) -> list[Part]:
 
 def limit_text(ledger: Ledger) -> str:
     """Return how far a step is from the least time that its work needs on its device."""
+    if ledger.is_of_cpu:
+        share = ledger.per_step_ns(WORK) / ledger.step_ns
+        return f"Ops take {percent(share)} of the step. The least time they need on a CPU is unknown."
     if ledger.limit_share is None:
         return "The least time this work needs is unknown: no shapes in the trace, or no peak rates for the device."
     limit_ns, good_ns = ledger.per_step_ns(LIMIT), ledger.per_step_ns(LIMIT, RATES)

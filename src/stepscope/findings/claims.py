@@ -14,7 +14,7 @@ from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.what_if import Saving
 from stepscope.findings.finding import Finding
 
-OTHERS = (*(row for row in ROWS if row.startswith("idle_")), "communication", "transfers")
+OTHERS = (*(row for row in ROWS if row.startswith(("idle_", "cpu_"))), "communication", "transfers")
 """Rows that a change claims from besides the work that it shortens."""
 
 

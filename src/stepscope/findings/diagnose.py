@@ -8,7 +8,7 @@ from typing import Any
 
 from polars.exceptions import PanicException
 
-from stepscope.analysis.time.ledger import Ledger
+from stepscope.analysis.time.ledger import WORK, Ledger
 from stepscope.display import Shown
 from stepscope.errors import Unavailable, UsageError, failure, if_available
 from stepscope.findings import rules
@@ -55,7 +55,7 @@ class Diagnosis(Shown):
     binds: str  # the bottleneck, as a sentence
     gpu_busy_share: float | None  # GPU busy time ÷ step time; None without GPU work
     warnings: tuple[str, ...]  # problems with the trace
-    ledger: Ledger | None = None  # the step split without remainder; None without GPU work
+    ledger: Ledger | None = None  # the step split without remainder; None without a trace of steps
     groups: tuple[Group, ...] = ()  # findings that one change fixes
     unclaimed_ns: float = 0.0  # losses and unknown time of the ledger that no finding explains, per step
 
@@ -141,7 +141,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         clean=tuple(sorted(clean)),
         unchecked=tuple(unchecked),
         suppressed=tuple(sorted(suppressed)),
-        binds=_binds(case, busy_share),
+        binds=_binds(case, busy_share, ledger),
         gpu_busy_share=busy_share,
         warnings=warnings,
         ledger=ledger,
@@ -160,8 +160,11 @@ def _is_kept(finding: Finding, case: Case) -> bool:
     return finding.saving_ns is None or finding.saving_bytes is not None or case.is_worth(finding.saving_ns)
 
 
-def _binds(case: Case, busy_share: float | None) -> str:
+def _binds(case: Case, busy_share: float | None, ledger: Ledger | None) -> str:
     """Return a sentence that names the bottleneck, from GPU busy time and roofline."""
+    if ledger is not None and ledger.is_of_cpu:
+        share = ledger.per_step_ns(WORK) / ledger.step_ns
+        return f"Training runs on a CPU, and ops take {whole_percent(share)} of the step."
     if busy_share is None:
         return "No bottleneck identified: there is no GPU work."
     if busy_share < _BOUND_BY_GPU:

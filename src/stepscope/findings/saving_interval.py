@@ -45,7 +45,7 @@ def interval_ns(finding: Finding, ledger: Ledger) -> tuple[float, float]:
 
 
 def with_interval(finding: Finding, ledger: Ledger) -> Finding:
-    if finding.saving_ns is None:
+    if finding.saving_ns is None or ledger.is_of_cpu:  # no factors were measured on a CPU
         return finding
     low_ns, high_ns = interval_ns(finding, ledger)
     return replace(finding, saving_low_ns=low_ns, saving_high_ns=high_ns)

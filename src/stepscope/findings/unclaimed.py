@@ -25,6 +25,8 @@ _TRY = {
     "communication": "overlap it with computation: larger buckets, or no synchronization in all but the last "
     "micro-batch",
     "transfers": "pin_memory=True and non_blocking=True; keep results on the GPU",
+    "cpu_data": "DataLoader(..., num_workers=…), or data in memory",
+    "cpu_python": "a larger batch_size, torch.compile(model), or torch._foreach functions: fewer calls per sample",
     "between_steps": "do it less often, or in the background",
     "slow_steps": "see which steps are slow, in the section Steps of stepscope report",
     "unknown_work": "record with record_shapes=True; for a kernel of your own there is no formula",

@@ -23,6 +23,7 @@ from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAcc
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.structure.work import with_sizes, work
+from stepscope.analysis.time.cpu_ledger import cpu_ledger
 from stepscope.analysis.time.idle_causes import idle_gaps
 from stepscope.analysis.time.ledger import Ledger, LedgerFacts, ledger
 from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
@@ -39,7 +40,6 @@ from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03  # the share of a step that a finding must save to be reported
 LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
-_MOST_PROFILER_NS = 20_000.0
 
 
 @dataclass(eq=False, repr=False)
@@ -243,15 +243,17 @@ class Case:
     @cached_property
     def ledger(self) -> Ledger:
         """The step split into the least time that its work needs and every loss (`analysis/time/ledger.py`)."""
+        loop = self.summary.loop if self.has_recording else None
+        between_ns = 0.0 if loop is None else sum(loop.between_ns.values())
+        beside = between_ns, 0.0 if loop is None else loop.step_ns - between_ns - self.step_ns
+        if self.is_on_cpu and self._trace is not None:
+            return cpu_ledger(self.linked, {row.name: row.ns for row in self.summary.rows}, self.step_ns, *beside)
         again = frozenset(self.recomputed["events"].explode().drop_nulls())
         device = if_available(lambda: self.device)
         tables = (self.work, self.segments, self.attention, self._in_attention, again, self.idle, device)
-        if not self.has_recording:
-            return ledger(LedgerFacts(*tables), self.step_ns, self.num_steps)
-        sizes = (self.recording.facts.get("parameters") or {}).get("bytes_by_dtype") or {}
-        facts, loop = LedgerFacts(*tables, sum(sizes.values()) * self.num_steps), self.summary.loop
-        between_ns, mean_ns = (sum(loop.between_ns.values()), loop.step_ns) if loop is not None else (0.0, 0.0)
-        return ledger(facts, self.step_ns, self.num_steps, between_ns, mean_ns - between_ns - self.step_ns)
+        parameters = (self.recording.facts.get("parameters") if self.has_recording else None) or {}
+        facts = LedgerFacts(*tables, sum((parameters.get("bytes_by_dtype") or {}).values()) * self.num_steps)
+        return ledger(facts, self.step_ns, self.num_steps, *beside)
 
     @cached_property
     def casts(self) -> pl.DataFrame:
@@ -298,14 +300,7 @@ class Case:
     @cached_property
     def profiler_ns_per_event(self) -> float:
         """What the profiler adds to the host time per event, fitted to the clean step time if it is known."""
-        if self.clean_ns is None:
-            return self.replay.profiler_ns_per_event
-        low, high = 0.0, _MOST_PROFILER_NS
-        for _ in range(16):
-            middle = (low + high) / 2
-            is_slower = self.replay.play(Change(profiler_ns_per_event=middle)).done_ns > self.clean_ns
-            low, high = (middle, high) if is_slower else (low, middle)
-        return high
+        return self.replay.profiler_ns_per_event if self.clean_ns is None else self.replay.fitted_to(self.clean_ns)
 
     @cached_property
     def step(self) -> Replayed:

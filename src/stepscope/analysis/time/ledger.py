@@ -15,11 +15,15 @@ from stepscope.analysis.kernels.fusible import FUSIBLE
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.devices import Device
 
-LIMIT, RATES, LOSS, UNKNOWN = "limit", "rates", "loss", "unknown"
+LIMIT, WORK, RATES, LOSS, UNKNOWN = "limit", "work", "rates", "loss", "unknown"
 ROWS = {
     "products": (LIMIT, "Matrix products, convolutions and attention at the device's peak rate."),
     "traffic": (LIMIT, "What a fused program reads and writes otherwise, at the device's bandwidth."),
     "kernel_rates": (RATES, "Good kernels stay below the device's peaks by this much."),
+    "cpu_products": (WORK, "Products, convolutions and attention on the CPU. The least time they need is unknown."),
+    "cpu_ops": (WORK, "Other ops on the CPU. The least time they need is unknown."),
+    "cpu_data": (LOSS, "The step waits for its batch."),
+    "cpu_python": (LOSS, "No op is running: Python code of the script and its libraries."),
     "slow_products": (LOSS, "Products, convolutions and attention that are slower than good kernels."),
     "layout": (LOSS, "Convolutions and products change the layout of their tensors."),
     "unfused": (LOSS, "Elementwise work, norms and losses move more than a fused program would, or move it slowly."),
@@ -53,7 +57,7 @@ _ADAM, _ADAM_PASSES = "adam", 7
 @dataclass(frozen=True)
 class LedgerRow:
     id: str  # one of `ROWS`
-    kind: str  # `limit`, `rates` (what good kernels leave), `loss` or `unknown`
+    kind: str  # `limit`, `rates` (what good kernels leave), `work` (without a known limit), `loss` or `unknown`
     ns: float  # per step; negative only for a disagreement
     share: float  # of the step
 
@@ -84,6 +88,10 @@ class Ledger:
 
     def per_step_ns(self, *kinds: str) -> float:
         return sum(row.ns for row in self.rows if row.kind in kinds)
+
+    @property
+    def is_of_cpu(self) -> bool:
+        return any(kind == WORK and self.parts.get(row) for row, (kind, _) in ROWS.items())
 
     @property
     def limit_share(self) -> float | None:

@@ -25,6 +25,7 @@ from stepscope.analysis.time.syncs import syncs
 PROFILER_SHARE = 0.32
 """Share of host time that the profiler needs to record ops and calls with shapes and memory, from traces whose clean
 step is known (docs/whatif.md). It is a share because a slow host records slowly too."""
+_MOST_PROFILER_NS = 20_000.0  # per recorded event
 _QUEUE_LENGTH = 1024  # queued GPU events before the next launch blocks
 _HELD_NS = 10_000  # A stream that could continue but does not for longer than this is blocked by something
 _STOOD_NS = 1_000_000  # pauses between queued GPU work are shorter
@@ -215,6 +216,15 @@ class Replay:
                 own_ns += tick.time_ns - since
                 num_events += tick.num_events * (tick.time_ns - since) / (tick.time_ns - last_ns)
         return PROFILER_SHARE * max(0.0, own_ns - self._allocating_ns) / num_events if num_events else 0.0
+
+    def fitted_to(self, clean_ns: float) -> float:
+        """Return what the profiler adds per recorded event if a step without it takes `clean_ns`."""
+        low, high = 0.0, _MOST_PROFILER_NS
+        for _ in range(16):
+            middle = (low + high) / 2
+            is_slower = self.play(Change(profiler_ns_per_event=middle)).done_ns > clean_ns
+            low, high = (middle, high) if is_slower else (low, middle)
+        return high
 
     @property
     def events(self) -> list[int]:

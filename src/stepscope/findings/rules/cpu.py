@@ -4,12 +4,11 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.time.cpu_ledger import PRODUCTS
 from stepscope.errors import ABOUT_CPUS
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, whole_percent
 
-_PRODUCTS = ["aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution",
-             "aten::convolution_backward", "aten::_convolution", "aten::mkldnn_linear"]  # fmt: skip
 _SHORT_NS = 20_000
 _SHORT_SHARE = 0.3
 _PRODUCT_SHARE = 0.3
@@ -68,7 +67,7 @@ def cpu_float32(case: Case) -> list[Finding]:
         return []  # emulated, bfloat16 is slower than float32
     ops, total_ns = _ops(case)
     is_wide = ~pl.col("dtypes").str.contains("BFloat16|Half|double").fill_null(True)
-    products = ops.filter(pl.col("name").is_in(_PRODUCTS), is_wide)
+    products = ops.filter(pl.col("name").is_in(PRODUCTS), is_wide)
     share = float(products["self_ns"].sum()) / total_ns
     if share < _PRODUCT_SHARE:
         return []
@@ -78,6 +77,7 @@ def cpu_float32(case: Case) -> list[Finding]:
         "has instructions for bfloat16.",
         fix='with torch.autocast("cpu", torch.bfloat16): …',
         saving_ns=share / 2 * case.step_ns,
+        rows=("cpu_products",),
         upper_bound=True,
         derived="half of their time: bfloat16 has at least twice the rate; casts are not counted",
         confidence="low",
@@ -106,6 +106,7 @@ def small_cpu_ops(case: Case) -> list[Finding]:
         fix="a larger batch_size: these ops hardly take longer; torch.optim.AdamW(..., foreach=True); or "
         "torch.compile(model), which fuses them",
         saving_ns=share * case.step_ns,
+        rows=("cpu_ops", "cpu_python", "cpu_products"),
         upper_bound=True,
         derived="their share of the traced steps, of a clean step; the work in them remains",
         confidence="medium",

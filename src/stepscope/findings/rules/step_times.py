@@ -96,6 +96,7 @@ def _in_samples(case: Case) -> list[Finding]:
         f"among {summary.num_clean} clean ones.",
         fix=_loader_fix(case, waited_ns),
         saving_ns=waited_ns,
+        rows=("cpu_data", "idle_data"),
         upper_bound=True,
         derived="the mean of the data phase; workers that share the CPU with training hide less of it",
         confidence="high" if summary.data_is_named else "medium",

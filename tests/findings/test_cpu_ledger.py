@@ -1,0 +1,53 @@
+"""The ledger of a step on a CPU adds up, and time without any op has a row."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_cases import run_script
+
+from stepscope.findings.diagnose import diagnose
+from stepscope.session import open_session
+
+SCRIPT = """
+import time
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+    def forward(self, x):
+        {pause}
+        return self.layer(x)
+
+torch.set_num_threads(1)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(512, 256)
+for _ in range(40):
+    {data}
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def diagnosed(folder, pause="pass", data="pass"):
+    run_script(folder, SCRIPT.format(pause=pause, data=data))
+    return diagnose(open_session(folder / "run").case)
+
+
+@pytest.mark.parametrize(
+    ("where", "row"), [({"pause": "time.sleep(0.01)"}, "cpu_python"), ({"data": "time.sleep(0.01)"}, "cpu_data")]
+)
+def test_time_without_any_op_has_an_owner(tmp_path, where, row):
+    diagnosis = diagnosed(tmp_path, **where)
+    ledger = diagnosis.ledger
+
+    assert sum(ledger.parts.values()) == ledger.total_ns
+    assert ledger.parts[row] / ledger.num_steps == pytest.approx(10e6, rel=0.2)
+    assert ledger.parts["cpu_products"] > 0 and ledger.limit_share is None
+    told = [one for one in diagnosis.findings if row in one.claims]
+    assert told and told[0].saving_ns == pytest.approx(10e6, rel=0.2)
+    assert told[0].saving_low_ns is None, "no interval was measured on a CPU"
