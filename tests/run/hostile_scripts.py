@@ -147,6 +147,66 @@ class Shut(Model):
     def parameters(self, recurse=True): raise RuntimeError("mine")
 go(model=(shut := Shut()), optimizer=torch.optim.SGD(list(nn.Module.parameters(shut)), lr=0.1))
 """,
+    "parameters() draws and prints": """
+class Loud(Model):
+    def parameters(self, recurse=True):
+        print("parameters()", float(torch.rand(1)))
+        return super().parameters(recurse)
+    def named_modules(self, *given, **named): print("named_modules()"); return super().named_modules(*given, **named)
+go(model=(loud := Loud()), optimizer=sgd(loud))
+""",
+    "a table of modules that raises": """
+class Shut(dict):
+    def items(self): raise RuntimeError("mine")
+parameters = list(model.parameters())
+model._modules = Shut(model._modules)
+go(optimizer=torch.optim.SGD(parameters, lr=0.1))
+""",
+    "parameters whose functions draw": """
+class Drawing(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass(): torch.rand(1)
+        return super().__torch_function__(function, types, args, kwargs or {})
+model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Drawing))
+go(optimizer=sgd(model))
+""",
+    "losses whose ops draw": """
+from torch.utils._pytree import tree_map
+class Noisy(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        kinds = {"dtype": inner.dtype, "requires_grad": inner.requires_grad}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **kinds)
+    def __init__(self, inner): self.inner = inner
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        bare = lambda value: value.inner if isinstance(value, Noisy) else value
+        is_float = lambda value: isinstance(value, torch.Tensor) and value.is_floating_point()
+        result = function(*tree_map(bare, args), **tree_map(bare, kwargs or {}))
+        return tree_map(lambda one: Noisy(one + 1e-3 * torch.rand_like(one)) if is_float(one) else one, result)
+weight = Noisy(torch.randn(4, 4)).requires_grad_()
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(14):
+    loss = (weight * weight).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+    print(loss.inner.item().hex())
+""",
+    "os.getpid is replaced": """
+def no(): raise RuntimeError("mine")
+go(6)
+os.getpid = no
+print("done")
+""",
+    "a thread that trains after the script": """
+threading.Thread(target=lambda: (time.sleep(0.2), go(12), print("done"))).start()
+print("first")
+""",
+    "a pool whose workers wait": """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(2)
+print(pool.submit(lambda: 1).result())
+go()
+""",
     "named_modules() and children() raise": """
 class Shut(Model):
     def modules(self): raise RuntimeError("mine")

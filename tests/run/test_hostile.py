@@ -1,6 +1,8 @@
 """Hostile scripts do under Stepscope what they do alone: output, exit code and every file that they write."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from hostile_scripts import PRELUDE, SCRIPTS
@@ -14,8 +16,12 @@ QUICK = (
     "models that are released",
     "a clone by hand",
     "an exception that causes itself",
+    "parameters() draws and prints",
+    "parameters whose functions draw",
+    "losses whose ops draw",
+    "a thread that trains after the script",
 )
-ENDS = "parameters() raises"  # the measurement
+ENDS = "a table of modules that raises"  # the measurement
 OWN = {"recording", "stdout", "stderr"}
 
 
@@ -52,6 +58,24 @@ def test_what_ends_a_measurement_is_one_line(lab, forks):
     run = _compare(lab, forks, ENDS)
     said = [line for line in run.stderr.splitlines() if "stepscope" in line]
     assert len(said) == 1 and "RuntimeError: mine" in said[0] and said[0].endswith("the script goes on")
+
+
+def test_a_file_beside_the_script_that_nobody_imports_is_not_run(lab):
+    """Its name is that of a module of Python, and the folder is on the path, as with `python -m`."""
+    script = lab.script("import torch\nprint('done')\n")
+    (script.folder / "wave.py").write_text("print('wave.py runs')\n")
+    words = [sys.executable, "-m", "stepscope", "run", "--quiet", "-o", "run", "train.py"]
+    done = subprocess.run(words, cwd=script.folder, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "done\n"
+
+
+def test_an_error_of_a_finder_has_the_traceback_that_python_shows(lab):
+    finder = "class Finder:\n    def find_spec(self, name, *_):\n        if name == 'zz': raise OSError(name)\n"
+    script = lab.script(f"import sys\n{finder}sys.meta_path.insert(0, Finder())\nimport zz\n")
+    alone = subprocess.run([sys.executable, "train.py"], cwd=script.folder, capture_output=True, text=True)
+    words = [sys.executable, "-m", "stepscope", "run", "--quiet", "-o", "run", "train.py"]
+    done = subprocess.run(words, cwd=script.folder, capture_output=True, text=True, timeout=200)
+    assert "_find_and_load" in alone.stderr and done.stderr.splitlines()[-8:] == alone.stderr.splitlines()[-8:]
 
 
 FORKS = """

@@ -19,6 +19,7 @@ import atexit
 import os
 import sys
 import time
+from os import getpid  # the script may replace what `os` has
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -111,10 +112,11 @@ def main(arguments: argparse.Namespace) -> int:
     outcome: BaseException | None = None
     try:
         launch.run_program(program)
+        launch.await_threads()
     except BaseException as error:
         outcome = error
     ended(outcome)
-    if getattr(sys.modules.get("stepscope.recorder.trace_window"), "traced_by", None) not in (None, os.getpid()):
+    if getattr(sys.modules.get("stepscope.recorder.trace_window"), "traced_by", None) not in (None, getpid()):
         launch.leave_fork(outcome, program.code)
     if outcome is not None:
         launch.raise_as_script(outcome, program.code)
@@ -130,7 +132,7 @@ class _Run:
         self._session: Session | None = None
         self._fixes: AppliedFixes | None = None
         self._options: Options | None = None
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._late: list[BaseException | None] = []
         self.folder = Path()
         self.print_card_to(sys.stdout)
@@ -187,7 +189,7 @@ class _Run:
             return
         from stepscope.recorder.processes import child
 
-        if os.getpid() != self._pid:  # a fork of the script imports torch before the script does
+        if getpid() != self._pid:  # a fork of the script imports torch before the script does
             child.begin(self._options)
             return
         self._fixes = child.watch_forks(self._options)
@@ -196,7 +198,7 @@ class _Run:
 
     def ended(self, outcome: BaseException | None) -> None:
         """Write how the run ended and show the card; later, if Python itself will wait for child processes."""
-        if os.getpid() != self._pid:  # a forked child that ends here
+        if getpid() != self._pid:  # a forked child that ends here
             if (child := sys.modules.get("stepscope.recorder.processes.child")) is not None:
                 child.close(outcome)
             return
@@ -210,7 +212,7 @@ class _Run:
 
     def end_late(self) -> None:
         """End the run after multiprocessing has waited for its processes."""
-        if self._late and os.getpid() == self._pid:
+        if self._late and getpid() == self._pid:
             self._end(self._late.pop())
 
     def _end(self, outcome: BaseException | None) -> None:
@@ -250,7 +252,7 @@ class _Run:
 def _default_folder(name: str) -> Path:
     if "RANK" in os.environ:  # all ranks need the same name: they share a parent process and a day
         return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{getpid()}"
 
 
 def _has_processes() -> bool:

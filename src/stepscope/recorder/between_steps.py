@@ -11,6 +11,7 @@ from torch import nn
 
 from stepscope.recorder.clock import EVALUATION, FORWARD_OF_ANOTHER, FORWARD_WITHOUT_GRADIENTS, ROLLOUT
 from stepscope.recorder.frames import place, script_frames
+from stepscope.recorder.values import parameters_in
 
 MAX_PLACES = 16
 FIRST_SEEN = 2  # the step from which on all models are known
@@ -105,7 +106,7 @@ class Between:
         if id(root) not in self._trained:
             groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
             trained = {id(parameter) for group in groups for parameter in group["params"]}
-            parameters = root.parameters()
+            parameters = parameters_in(root)
             self._trained[id(root)] = any(id(p) in trained if trained else p.requires_grad for p in parameters)
         return self._trained[id(root)]
 

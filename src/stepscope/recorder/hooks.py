@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from stepscope.recorder.asides import install_asides
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.model import drop_hooks
-from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen
+from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen, without_subclasses
 from stepscope.recorder.patches import After, Around, Handle, Patch, Weak
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.wall import failed
@@ -49,7 +49,9 @@ def _optimizer_hooks(loop: Loop) -> list[Handle]:
         if torch.compiler.is_compiling():
             return
         try:
-            if not (usual.is_on and usual.optimizer_begins(optimizer)):
+            with without_subclasses():
+                is_usual = usual.is_on and usual.optimizer_begins(optimizer)
+            if not is_usual:
                 unseen(report, loop.optimizer_begins, optimizer)
         except Exception as error:
             failed(error)
@@ -62,7 +64,8 @@ def _optimizer_hooks(loop: Loop) -> list[Handle]:
             if usual.is_on and has_modes:
                 is_usual = unseen(usual.optimizer_ended, optimizer)
             else:
-                is_usual = usual.is_on and usual.optimizer_ended(optimizer)
+                with without_subclasses():
+                    is_usual = usual.is_on and usual.optimizer_ended(optimizer)
             if not is_usual:
                 unseen(report, loop.optimizer_ended, optimizer)
         except Exception as error:

@@ -35,6 +35,7 @@ from stepscope.recorder.step_ends import OPTIMIZER as BY_OPTIMIZER
 from stepscope.recorder.step_facts import Forward, Gradients, StepFacts
 from stepscope.recorder.updates import UpdateWatch
 from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.values import is_plain
 from stepscope.recorder.wall import surrounded
 
 
@@ -243,7 +244,8 @@ class Loop:
         self._trains_in_eval_mode |= self._called_in_eval_mode
         if self.is_free:
             return
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
+        is_loss = isinstance(tensors, torch.Tensor) and is_plain(tensors) and tensors.numel() == 1
+        if is_loss and not self._root_depth:
             self.facts.give(loss=tensors)
         if self.observer is not None:
             self.observer.backward_begins(create_graph, tensors)

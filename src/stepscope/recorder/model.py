@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from stepscope.recorder.ledger.nodes import backward_runs
-from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen
+from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen, without_subclasses
 from stepscope.recorder.patches import remove_all
-from stepscope.recorder.values import items_of, tensors_in
+from stepscope.recorder.values import items_of, modules_in, parameters_in, tensors_in
 from stepscope.recorder.wall import failed
 
 MAX_INPUTS = 32  # tensors of a call that are looked at for the size of its batch
@@ -56,9 +56,8 @@ def visible_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
     while waiting:
         name, module = waiting.pop()
         yield name, module
-        children = (
-            [] if is_opaque(module) else [(n, one) for n, one in module.named_children() if id(one) not in seen]
-        )
+        parts = () if is_opaque(module) else module._modules.items()
+        children = [(n, one) for n, one in parts if one is not None and id(one) not in seen]
         seen.update(id(child) for _, child in children)
         waiting.extend((f"{name}.{n}" if name else n, child) for n, child in reversed(children))
 
@@ -81,7 +80,7 @@ def named_modules(roots: list[nn.Module]) -> list[tuple[nn.Module, str, list[tup
     A single root has no name. Several roots are named after their classes, numbered where needed. A root inside
     another root is listed there.
     """
-    parts = {id(inner) for root in roots for inner in root.modules() if inner is not root}
+    parts = {id(inner) for root in roots for inner in modules_in(root) if inner is not root}
     outer = [root for root in roots if id(root) not in parts]
     kinds = [type(getattr(root, "_orig_mod", root)).__name__ for root in outer]
     named = []
@@ -98,7 +97,7 @@ def live_modules() -> list[nn.Module]:
     hidden: set[int] = set()
     for module in modules:
         if is_opaque(module):
-            hidden.update(id(inner) for inner in module.modules() if inner is not module)
+            hidden.update(id(inner) for inner in modules_in(module) if inner is not module)
     return [module for module in modules if id(module) not in hidden]
 
 
@@ -133,7 +132,8 @@ class _CallChain:
                 if num_function_modes() or num_dispatch_modes():
                     is_usual = unseen(usual.forward_begins, module, args, kwargs)
                 else:
-                    is_usual = usual.forward_begins(module, args, kwargs)
+                    with without_subclasses():
+                        is_usual = usual.forward_begins(module, args, kwargs)
             except Exception as error:
                 failed(error)
             if is_usual:
@@ -243,7 +243,7 @@ class CalledRoots:
 
     def _enter(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         # A module that a checkpoint calls again during backward was called by its model before.
-        if self._depth == 0 and not backward_runs() and any(True for _ in module.parameters()):
+        if self._depth == 0 and not backward_runs() and any(True for _ in parameters_in(module)):
             self._found[id(module)] = weakref.ref(module)
         self._depth += 1
 
@@ -369,9 +369,9 @@ def without_optimizer(roots: list[nn.Module], optimized: set[int]) -> list[dict[
     found: list[dict[str, Any]] = []
     named = [pair for _, _, modules in named_modules(roots) for pair in modules]
     for name, module in named:
-        inside = [p for p in module.parameters() if p.requires_grad]
+        inside = [p for p in parameters_in(module) if p.requires_grad]
         is_part = found and f"{plain_name(name)}.".startswith(f"{found[-1]['module']}.")  # parents come first
         if inside and not is_part and optimized.isdisjoint(map(id, inside)):
             found.append({"module": plain_name(name), "num_parameters": sum(p.numel() for p in inside)})
-    is_any = any(id(p) in optimized for root in roots for p in root.parameters())
+    is_any = any(id(p) in optimized for root in roots for p in parameters_in(root))
     return found if is_any else []

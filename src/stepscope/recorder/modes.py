@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 T = TypeVar("T")
 
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""A block in which no `__torch_function__` of the script's subclasses of Tensor sees our calls."""
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

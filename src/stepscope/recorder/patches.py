@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen
+from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen, without_subclasses
 from stepscope.recorder.wall import failed
 
 
@@ -87,7 +87,8 @@ class Patch(_Replaced):
                 if num_function_modes() or num_dispatch_modes():
                     after = unseen(before, *args, **kwargs)
                 else:
-                    after = before(*args, **kwargs)
+                    with without_subclasses():
+                        after = before(*args, **kwargs)
             except Exception as error:
                 failed(error)
             if after is None:
@@ -102,7 +103,8 @@ class Patch(_Replaced):
                     if num_function_modes() or num_dispatch_modes():
                         unseen(after, has_returned)
                     else:
-                        after(has_returned)
+                        with without_subclasses():
+                            after(has_returned)
                 except Exception as error:
                     failed(error)
 

@@ -28,6 +28,7 @@ from stepscope.recorder.model import is_compiled, parameter_facts, without_optim
 from stepscope.recorder.precision.settings import precision_settings
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.trace_window import TraceProbe
+from stepscope.recorder.values import modules_in, parameters_in
 from stepscope.recorder.wall import pass_on
 
 WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision", "padding", "flags")
@@ -67,7 +68,7 @@ class Probes:
         """Time on the GPU and sample its counters if the script uses one."""
         if self.device is not None or not torch.cuda.is_initialized():
             return
-        device = next((p.device for module in roots for p in module.parameters() if p.is_cuda), None)
+        device = next((p.device for module in roots for p in parameters_in(module) if p.is_cuda), None)
         self.device = torch.cuda.current_device() if device is None else device.index or 0
         self._clock.use_device(self.device)
         try:
@@ -93,7 +94,7 @@ class Probes:
         self.facts["precision"] = precision_settings()
         self.facts["flags"] = speed_flags()
         self._float32_matmul = float32_matmul(self.device)
-        parameters = [p for module in roots for p in module.parameters()]
+        parameters = [p for module in roots for p in parameters_in(module)]
         optimized = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         # A compiled function hides its modules, but the optimizers have the parameters.
         self.facts["parameters"] = parameter_facts(parameters or optimized)
@@ -162,7 +163,7 @@ class Probes:
             # The profiler would see every op twice.
             self.note("memory", "no memory and FLOPs window: the script's own profiler was running")
             return
-        compiles = self.compiler.used or any(is_compiled(module) for root in roots for module in root.modules())
+        compiles = self.compiler.used or any(is_compiled(module) for root in roots for module in modules_in(root))
         if compiles and not Ledger.passes_compiled_code:
             text = (
                 f"no memory and FLOPs window: torch {torch.__version__} recompiles under a probe that sees every op"

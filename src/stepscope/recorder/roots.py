@@ -15,6 +15,7 @@ from stepscope.recorder.modes import unseen
 from stepscope.recorder.patches import After, Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
 from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.values import modules_in, parameters_in
 from stepscope.recorder.wall import failed
 
 LEAST_SHARE_OF_NETWORK = 0.5
@@ -55,16 +56,16 @@ class Roots:
 
     def await_call_with(self, parameter: nn.Parameter) -> None:
         """Treat the first module that is called and has this parameter as a root."""
-        if not any(parameter is known for root in self.modules for known in root.parameters()):
+        if not any(parameter is known for root in self.modules for known in parameters_in(root)):
             self._awaited.append(weakref.ref(parameter))
             if self._first_call is None:
                 self._first_call = ModuleCalls(self._called)
 
     def _called(self, module: nn.Module) -> None:
-        if not any(True for _ in module.parameters()):
+        if not any(True for _ in parameters_in(module)):
             return  # a transform of the data, say
         if self._awaited:
-            inside = {id(parameter) for parameter in module.parameters()}
+            inside = {id(parameter) for parameter in parameters_in(module)}
             left = [awaited for awaited in self._awaited if id(awaited()) not in inside]
             if len(left) == len(self._awaited):
                 return
@@ -101,9 +102,9 @@ class Roots:
 
     def _hook_idle(self, roots: list[nn.Module], modules: list[nn.Module]) -> None:
         """Hook models that were not called yet: a moving average, one that is trained later, a network in a root."""
-        known = {id(part) for root in roots for part in root.modules()}
-        idle = [one for one in modules if id(one) not in known and any(True for _ in one.parameters())]
-        inner = {id(part) for one in idle for part in one.modules() if part is not one}
+        known = {id(part) for root in roots for part in modules_in(root)}
+        idle = [one for one in modules if id(one) not in known and any(True for _ in parameters_in(one))]
+        inner = {id(part) for one in idle for part in modules_in(one) if part is not one}
         outermost = [one for one in idle if id(one) not in inner]
         networks = [part for one in (*roots, *outermost) for part in _networks(one)]
         unique = {id(one): one for one in (*outermost, *networks)}
@@ -115,6 +116,9 @@ class Roots:
         if self._search is not None:
             self._search.remove()
             self._search = None
+
+    def can_train(self) -> bool:
+        return any(parameter.requires_grad for root in self.modules for parameter in parameters_in(root))
 
     def attach(self) -> None:
         """Hook every known root again."""
@@ -142,10 +146,10 @@ def _networks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the networks that a module wraps: `generate()` and `sample()` call them without the module itself."""
     if is_compiled(module):
         return
-    least = sum(parameter.numel() for parameter in module.parameters()) * LEAST_SHARE_OF_NETWORK
-    for part in module.modules():
-        has_parts = any(True for _ in part.children())
-        if part is not module and has_parts and sum(one.numel() for one in part.parameters()) >= least:
+    least = sum(parameter.numel() for parameter in parameters_in(module)) * LEAST_SHARE_OF_NETWORK
+    for part in modules_in(module):
+        has_parts = any(one is not None for one in part._modules.values())
+        if part is not module and has_parts and sum(one.numel() for one in parameters_in(part)) >= least:
             yield part
 
 

@@ -270,7 +270,7 @@ class Session:
         return windows.has_settled(num_free, free_ns, rank_and_world_size()[1])
 
     def _infers(self) -> bool:
-        return self._inference or not any(p.requires_grad for root in self._roots.modules for p in root.parameters())
+        return self._inference or not self._roots.can_train()
 
     def _join(self) -> None:
         """Take the last steps as one: several optimizers make up a step, as the second round shows."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stepscope.recorder.model import BatchSize, batch_size
+from stepscope.recorder.values import parameters_in
 
 GradientState = Callable[[nn.Module], tuple[Any, ...]]
 MAX_INPUTS = 64  # compared with a new one; an episode can have thousands
@@ -133,7 +134,7 @@ class Gradients:
         """Return a value that changes when a backward adds to the model's gradients."""
         probes = self._probes.get(root)
         if probes is None:
-            trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+            trained = [parameter for parameter in parameters_in(root) if parameter.requires_grad]
             chosen = {0, len(trained) // 2, len(trained) - 1} if trained else ()
             probes = self._probes[root] = [weakref.ref(trained[i]) for i in chosen]
         gradients = [getattr(probe(), "grad", None) for probe in probes]

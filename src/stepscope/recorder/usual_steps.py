@@ -18,6 +18,7 @@ from stepscope.recorder.clock import BEFORE_FORWARD, DATA, OTHER, UNATTRIBUTED, 
 from stepscope.recorder.model import batch_size
 from stepscope.recorder.modes import unseen
 from stepscope.recorder.step_facts import Forward, Inputs, is_known
+from stepscope.recorder.values import is_plain
 
 INTERPRET_NS = 250_000_000
 # After fewer usual steps in a row than this, the next ones take the long way: twice as many each time, up to a limit.
@@ -251,4 +252,4 @@ class UsualSteps:
 
 
 def _loss(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor.detach() if tensor.numel() == 1 else None
+    return tensor.detach() if is_plain(tensor) and tensor.numel() == 1 else None

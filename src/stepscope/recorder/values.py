@@ -1,9 +1,13 @@
-"""Walks over values of the script: bounded in depth and number, and without running code of theirs."""
+"""Walks over values of the script: bounded in depth and number, and without running code of theirs.
+
+The parts of a module come from nn.Module's own tables, since a class may override `parameters()` and the like.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 MAX_DEPTH = 8
 MAX_VALUES = 1_000_000  # looked at in one walk: a list may contain itself, twice
@@ -39,3 +43,51 @@ def _walk(value: Any, depth: int, num_left: list[int]) -> Iterator[torch.Tensor]
             yield item
         elif depth and isinstance(item, (list, tuple, dict)):
             yield from _walk(item, depth - 1, num_left)
+
+
+def named_modules_in(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the fully qualified name and module, once each, for a module and then its parts, in their order."""
+    waiting, seen = [(name, root)], set()
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        parts = [(key, part) for key, part in module._modules.items() if part is not None]
+        waiting.extend((f"{name}.{key}" if name else key, part) for key, part in reversed(parts))
+
+
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
+    return (module for _, module in named_modules_in(root))
+
+
+def named_parameters_in(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the fully qualified name and parameter, once each.
+
+    >>> [name for name, _ in named_parameters_in(nn.Sequential(nn.Linear(2, 2)), "model")]
+    ['model.0.weight', 'model.0.bias']
+    """
+    return _named(root, "_parameters", name)
+
+
+def parameters_in(root: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for _, parameter in named_parameters_in(root))
+
+
+def named_buffers_in(root: nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    return _named(root, "_buffers", name)
+
+
+def _named(root: nn.Module, table: str, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    seen = set()
+    for name, module in named_modules_in(root, prefix):
+        for key, tensor in getattr(module, table).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{name}.{key}" if name else key, tensor
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether reading a tensor runs no code of the script: no `__torch_dispatch__` of its own class."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

@@ -24,7 +24,7 @@ from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages,
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.modes import ctc_loss_below_modes, enter_below, leave
 from stepscope.recorder.patches import Around, Handle, remove_all
-from stepscope.recorder.values import tensors_in
+from stepscope.recorder.values import named_buffers_in, named_parameters_in, parameters_in, tensors_in
 from stepscope.recorder.wall import pass_on
 
 MEMORY_SCHEMA_VERSION = 2
@@ -87,13 +87,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         storages.stage = self._stage
         storages.on_death = lambda key: self._parameter_of.pop(key, None)
         for root, prefix, modules in named_modules(self._roots):
-            for name, parameter in root.named_parameters(prefix):
+            for name, parameter in named_parameters_in(root, prefix):
                 holder = self._holders.setdefault(id(parameter), _holder(name))
                 key = storage_key(parameter)
                 if key is not None and key not in self._parameter_of:
                     self._parameter_of[key] = self._tally.add_weight(parameter)
                     storages.own((parameter,), owner.PARAMETER, BEFORE, holder)
-            for name, buffer in root.named_buffers(prefix):
+            for name, buffer in named_buffers_in(root, prefix):
                 if storage_key(buffer) not in self._parameter_of:
                     storages.own((buffer,), owner.BUFFER, BEFORE, _holder(name))
             for name, module in modules:
@@ -163,7 +163,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._note_gradients(optimized([optimizer]))
 
     def note_parameter_gradients(self) -> None:
-        self._note_gradients(chain(*(root.parameters() for root in self._roots), optimized(self._optimizers)))
+        self._note_gradients(chain(*(parameters_in(root) for root in self._roots), optimized(self._optimizers)))
 
     def _note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -284,7 +284,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def memory(self) -> dict[str, Any]:
         """Return the tables of `memory.json.gz` (docs/recording.md), without those that need a running process."""
         storages = self._storages
-        parameters = [*(p for root in self._roots for p in root.parameters()), *optimized(self._optimizers)]
+        parameters = [*(p for root in self._roots for p in parameters_in(root)), *optimized(self._optimizers)]
         return {
             "schema_version": MEMORY_SCHEMA_VERSION,
             "device": str(parameters[0].device) if parameters else "cpu",

@@ -15,7 +15,7 @@ from stepscope.recorder.ledger.ledger import Ledger, optimized
 from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
 from stepscope.recorder.ledger.storages import MAX_ALLOCATIONS, storage_key, storage_of
 from stepscope.recorder.precision.attention_calls import AttentionCalls
-from stepscope.recorder.values import tensors_in
+from stepscope.recorder.values import named_buffers_in, parameters_in, tensors_in
 
 MAX_HISTORY_ENTRIES = 200_000
 SNAPSHOT_PROTOCOL = 4  # the newest that PyTorch's viewer reads
@@ -261,8 +261,8 @@ def _with_gradients(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _belonging(roots: list[nn.Module], optimizers: list[Any]) -> Iterator[torch.Tensor]:
     """Yield what the ledger finds by itself: parameters, buffers, gradients and optimizer state."""
-    parameters = [*(p for root in roots for p in root.parameters()), *optimized(optimizers)]
+    parameters = [*(p for root in roots for p in parameters_in(root)), *optimized(optimizers)]
     yield from parameters
     yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
-    yield from (buffer for root in roots for buffer in root.buffers())
+    yield from (buffer for root in roots for _, buffer in named_buffers_in(root))
     yield from tensors_in([optimizer.state for optimizer in optimizers])

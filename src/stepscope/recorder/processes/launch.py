@@ -162,9 +162,15 @@ def _give_way(folder: str) -> None:
         beside = {name.partition(".")[0] for name in os.listdir(folder)}  # noqa: PTH208
     except OSError:
         return  # a zip file
-    for name in beside & sys.stdlib_module_names - {"encodings", "__main__"}:
-        if getattr(importlib.import_module(name).__spec__, "origin", None) not in ("built-in", "frozen"):
-            _hidden.update(_loaded({name}))
+    path = sys.path
+    try:
+        here = {os.path.abspath(entry) for entry in (folder, "")}  # noqa: PTH100
+        sys.path = [entry for entry in path if os.path.abspath(entry) not in here]  # noqa: PTH100
+        for name in beside & sys.stdlib_module_names - {"encodings", "__main__"}:
+            if getattr(importlib.import_module(name).__spec__, "origin", None) not in ("built-in", "frozen"):
+                _hidden.update(_loaded({name}))
+    finally:
+        sys.path = path
     for name in _hidden:
         del sys.modules[name]
 
@@ -190,20 +196,46 @@ def own_imports() -> Iterator[None]:
         sys.modules.update(theirs)
 
 
-def script_traceback(traceback: TracebackType | None, code: CodeType | None) -> TracebackType | None:
-    """Return the traceback that the script alone would show, without frames of Stepscope."""
+def script_traceback(traceback: TracebackType | None, code: CodeType | None, is_import: bool) -> TracebackType | None:
+    """Return the traceback that the script alone would show, without frames of Stepscope.
+
+    Python leaves out the frames of an import that ran a module, or of any import that failed, unless ours are among
+    them.
+    """
     frames: list[TracebackType] = []
+    importing: list[TracebackType] = []
+    has_run = is_import
     while traceback is not None:
-        if traceback.tb_frame.f_code is code:
+        found = traceback.tb_frame.f_code
+        if found is code:
             frames.clear()
-        # Python leaves out the frames of an import, unless ours are among them.
-        if not traceback.tb_frame.f_code.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")):
-            frames.append(traceback)
+        if found.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")):
+            is_ours = found.co_filename.startswith(PACKAGE_FOLDER)
+            has_run |= is_ours or found.co_name == "_call_with_frames_removed"
+            importing += [] if is_ours else [traceback]
+        else:
+            frames += [*([] if has_run else importing), traceback]
+            importing, has_run = [], is_import
         traceback = traceback.tb_next
+    frames += [] if has_run else importing
     result = None
     for entry in reversed(frames):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return result
+
+
+def await_threads() -> None:
+    """Wait for the script's threads, as Python does before it ends: they may train.
+
+    Workers of thread pools end only when Python tells them to, later. So may others if anything else asked for that.
+    """
+    pools = sys.modules.get("concurrent.futures.thread")
+    if len(getattr(threading, "_threading_atexits", ())) > (pools is not None):
+        return
+    workers = getattr(pools, "_threads_queues", ())
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon and thread not in workers:
+            thread.join()
 
 
 def raise_as_script(error: BaseException, code: CodeType) -> NoReturn:
@@ -255,9 +287,9 @@ def hide_own_frames(code: CodeType | None) -> None:
 
 def remove_own_frames(error: BaseException, code: CodeType | None) -> None:
     """Remove Stepscope's frames from the tracebacks of an exception and of those it came from."""
-    error.__traceback__ = script_traceback(error.__traceback__, code)
+    error.__traceback__ = script_traceback(error.__traceback__, code, isinstance(error, ImportError))
     seen, link = {id(error)}, error.__cause__ or error.__context__
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        link.__traceback__ = script_traceback(link.__traceback__, None)
+        link.__traceback__ = script_traceback(link.__traceback__, None, isinstance(link, ImportError))
         link = link.__cause__ or link.__context__
