@@ -1,10 +1,11 @@
 """Damaged inputs through every reading verb: no traceback, nothing over a minute or 1.5 GB, times that add up.
 
-    python benchmarks/fuzz.py --keep FOLDER --cases 100000 [--first 0] [--traces FILE...] [--recordings FOLDER...]
+    python benchmarks/fuzz.py --keep FOLDER --cases 100000 [--first 0] [--jobs 2] [--traces FILE...]
+        [--recordings FOLDER...]
 
 Case N is the same in every run: its number is the seed of what is damaged, and chooses kind and verb in turn. Fresh
 processes run them in batches, so that a crash costs one case. Outcomes are appended to KEEP/outcomes.jsonl; a second
-call continues behind the last one. `--only N` runs one case again and shows what happened. The exit code is 1 if any
+call runs what is missing there. `--only N` runs one case again and shows what happened. The exit code is 1 if any
 case broke a rule.
 """
 
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 MOST_BYTES = 1_500_000_000
 BATCH = 400
+FRESH = 3  # the exit code of a batch that wants a fresh process for its next case
 
 
 def main() -> int:
@@ -32,6 +35,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, required=True)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--traces", type=Path, nargs="*", default=[])
     parser.add_argument("--recordings", type=Path, nargs="*", default=[])
     parser.add_argument("--only", type=int)
@@ -50,24 +54,28 @@ def main() -> int:
     if arguments.batch:
         return _batch(arguments, range(*arguments.batch), outcomes)
     end = arguments.first + arguments.cases
+    ranges = [range(first, min(first + BATCH, end)) for first in range(arguments.first, end, BATCH)]
     done = {each["number"] for each in _read(outcomes)}
-    number = max((n + 1 for n in done if arguments.first <= n < end), default=arguments.first)
-    while number < end:
-        last = min(number + BATCH, end)
-        own = ["--keep", str(arguments.keep), "--batch", str(number), str(last)]
-        code = subprocess.run([sys.executable, __file__, *own], env=_environment()).returncode
-        written = max(
-            (each["number"] for each in _read(outcomes) if number <= each["number"] < last), default=number - 1
-        )
-        if code and written + 1 < last:  # a hard crash, in the case after the last that was written
-            with outcomes.open("a") as stream:
-                crash = {"number": written + 1, "kind": "?", "verb": "?", "base": "?", "code": code, "seconds": 0}
-                stream.write(
-                    json.dumps({**crash, "peak_bytes": 0, "problem": f"the process died with {code}"}) + "\n"
-                )
-            written += 1
-        number = written + 1
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(lambda some: _run(arguments.keep, some), (r for r in ranges if not done.issuperset(r))))
     return _table([each for each in _read(outcomes) if arguments.first <= each["number"] < end])
+
+
+def _run(keep: Path, numbers: range) -> None:
+    """Run a range of cases, in another process again after one has crashed."""
+    outcomes = keep / "outcomes.jsonl"
+    while True:
+        words = [sys.executable, __file__, "--keep", str(keep), "--batch", str(numbers[0]), str(numbers[-1] + 1)]
+        code = subprocess.run(words, env=_environment()).returncode
+        done = {each["number"] for each in _read(outcomes)}
+        missing = [number for number in numbers if number not in done]
+        if not missing:
+            return
+        if code != FRESH:  # a hard crash, in the first case that was not written
+            crash = {"number": missing[0], "kind": "?", "verb": "?", "base": "?", "code": code, "seconds": 0}
+            line = json.dumps({**crash, "peak_bytes": 0, "problem": f"the process died with {code}"})
+            with outcomes.open("a") as stream:
+                stream.write(f"{line}\n")
 
 
 def _environment() -> dict[str, str]:
@@ -80,9 +88,10 @@ def _batch(arguments: argparse.Namespace, numbers: range, outcomes: Path | None)
     names = json.loads((arguments.keep / "bases.json").read_text())
     bases = {kind: [Path(path) for path in paths] for kind, paths in names.items()}
     stream = outcomes.open("a") if outcomes else sys.stdout
+    done = {each["number"] for each in _read(outcomes)} if outcomes else set()
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
-        for number in numbers:
+        for number in (number for number in numbers if number not in done):
             Path("/proc/self/clear_refs").write_text("5")  # the peak of this case alone
             begin = time.perf_counter()
             found = run_case(number, bases, Path(place) / "case")
@@ -94,7 +103,7 @@ def _batch(arguments: argparse.Namespace, numbers: range, outcomes: Path | None)
             if outcomes is None:
                 print(problem)
             if peak > MOST_BYTES // 2:
-                return 1  # a fresh process for the next
+                return FRESH
     return 0
 
 
