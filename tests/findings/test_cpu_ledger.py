@@ -46,8 +46,11 @@ def test_time_without_any_op_has_an_owner(tmp_path, where, row):
     ledger = diagnosis.ledger
 
     assert sum(ledger.parts.values()) == ledger.total_ns
-    assert ledger.parts[row] / ledger.num_steps == pytest.approx(10e6, rel=0.2)
+    # A sleep is never shorter than asked, and on a busy machine longer.
+    pause_ns = ledger.parts[row] / ledger.num_steps
+    other = {"cpu_python": "cpu_data", "cpu_data": "cpu_python"}[row]
+    assert pause_ns >= 10e6 and ledger.parts[other] < ledger.parts[row]
     assert ledger.parts["cpu_products"] > 0 and ledger.limit_share is None
     told = [one for one in diagnosis.findings if row in one.claims]
-    assert told and told[0].saving_ns == pytest.approx(10e6, rel=0.2)
+    assert told and 0.95 * pause_ns <= told[0].saving_ns <= pause_ns
     assert told[0].saving_low_ns is None, "no interval was measured on a CPU"

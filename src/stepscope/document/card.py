@@ -110,8 +110,11 @@ def card_document(card: Card) -> Document:
 
 def _ledger(session: Session) -> tuple[Ledger | None, tuple[Fact, ...]]:
     """Return the ledger of a traced step, or why there is none."""
-    if not (session.recording.facts.get("trace") or {}).get("file"):
+    name = (session.recording.facts.get("trace") or {}).get("file")
+    if not name:
         return None, ()
+    if not (session.path / str(name)).exists():  # found without the libraries that read a trace
+        return None, (Fact("ledger", "not computed", f"{name} is missing"),)
     try:
         return session.case.ledger, ()
     except StepscopeError as error:
