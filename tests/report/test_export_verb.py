@@ -18,6 +18,14 @@ STEP = re.compile(r"--step (\d+)")
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 
 
+ARGUMENTS = {
+    "Input Dims": [[8, 4], [4, 8]],
+    "Input type": ["float", "float"],
+    "Input Strides": [[4, 1], [8, 1]],
+    "Concrete Inputs": ["", ""],
+}
+
+
 @pytest.fixture
 def trace(tmp_path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
@@ -31,7 +39,7 @@ def training(**fields: object) -> TraceBuilder:
     for step in (24, 25, 26):
         at = 100 * step
         made.step(step, at, 90).annotation("stepscope.module/blocks.0.mlp", at + 1, 40)
-        made.op("aten::mm", at + 2, 20, id=step).launch("gemm", at + 3, (at + 10, 5), id=step)
+        made.op("aten::mm", at + 2, 20, id=step, **ARGUMENTS).launch("gemm", at + 3, (at + 10, 5), id=step)
     return made
 
 
@@ -107,7 +115,7 @@ def test_what_the_documentation_types_runs(tmp_path, monkeypatch, capsys):
     training(distributedInfo={"rank": 3}).write(tmp_path / "traces" / "rank3.json")
     commands = re.findall(r"^stepscope export .*", PAGE, re.MULTILINE)
 
-    assert len(commands) == 4
+    assert len(commands) == 8
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, (command, capsys.readouterr().err)
     capsys.readouterr()

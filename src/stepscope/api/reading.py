@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from stepscope.errors import UsageError
 
@@ -225,6 +225,8 @@ def export(
     step: int | None = None,
     module: str | None = None,
     rank: int | None = None,
+    ranks: Literal["all"] | None = None,
+    op: str | None = None,
     output: PathLike | None = None,
     force: bool = False,
     ignore: Collection[str] = (),
@@ -234,9 +236,9 @@ def export(
 ) -> Path:
     """Return the path of a trace written for another tool, like `stepscope export`.
 
-    `form` is `perfetto`, `speedscope`, `csv` or `parquet`; tables are a folder. `step` and `module` (`blocks.*.mlp`)
-    select a part. By default it goes into the working folder, named after the trace. `warn` receives what the export
-    lacks.
+    `form` is `perfetto`, `speedscope`, `flame`, `repro`, `csv` or `parquet`; tables are a folder. `step` and `module`
+    (`blocks.*.mlp`) select a part; `ranks="all"` puts all ranks on one Perfetto timeline; `op` is the op of `repro`.
+    By default it goes into the working folder, named after the trace. `warn` receives what the export lacks.
 
     >>> export("trace.json.gz", "perfetto", step=26)  # doctest: +SKIP
     PosixPath('trace.perfetto.json.gz')
@@ -249,7 +251,9 @@ def export(
     session = open_session(path, rank=rank, use_cache=use_cache, progress=progress)
     ignored = [ignore] if isinstance(ignore, str) else ignore
     target = None if output is None else Path(output)
-    written = write_export(session, form, target, force, step, module, ignored)
+    if ranks not in (None, "all"):
+        raise UsageError(f"ranks is 'all' or None, not {ranks!r}")
+    written = write_export(session, form, target, force, step, module, ignored, ranks == "all", op)
     if warn is not None:
         for note in written.notes:
             warn(note)

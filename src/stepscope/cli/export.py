@@ -1,8 +1,10 @@
-"""Write a trace for another tool: Perfetto, speedscope, or tables as CSV and Parquet.
+"""Write a trace for another tool: Perfetto, speedscope, a flame graph, one op as a script, or tables.
 
 FORMAT is one of:
   perfetto    a trace for ui.perfetto.dev and chrome://tracing, with tracks for steps, phases, modules and findings
   speedscope  a flame graph per host thread and GPU stream, for speedscope.app
+  flame       a flame graph as SVG or, for other tools, as .folded: GPU work by phase, module, op and kernel
+  repro       a script that runs one op with its shapes, dtypes and strides, and times it (--op)
   csv         a folder with the tables of stepscope analyze --sql and of stepscope analyze
   parquet     the same tables as Parquet files
 
@@ -10,6 +12,8 @@ examples:
   stepscope export runs/train-20260101-120000 perfetto --step 26
   stepscope export trace.json.gz perfetto --module 'blocks.*.mlp' -o mlp.json.gz
   stepscope export trace.json.gz speedscope
+  stepscope export traces/ perfetto --ranks all
+  stepscope export trace.json.gz repro --op aten::mm
   stepscope export traces/ parquet --rank 3 -o tables/
 """
 
@@ -23,7 +27,7 @@ from stepscope.cli.support.settings import ignored_rules
 from stepscope.formatting import plural, safe
 from stepscope.session import need_read_side
 
-FORMS = ("perfetto", "speedscope", "csv", "parquet")
+FORMS = ("perfetto", "speedscope", "flame", "repro", "csv", "parquet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("form", metavar="FORMAT", choices=FORMS, help=", ".join(FORMS))
     add("--step", type=int, metavar="N", help="only this step")
     add("--module", metavar="FQN", help="only this module and its backward; * matches a number")
+    add("--op", metavar="NAME", help="repro: the op, or its place among the ops by time")
+    add("--ranks", choices=("all",), help="perfetto: all ranks on one timeline, with aligned clocks")
     add("-o", "--output", type=Path, metavar="FILE", help="a file, or a folder for tables")
     add("--force", action="store_true", help="overwrite existing files")
     add_source_arguments(parser)
@@ -44,7 +50,10 @@ def main(arguments: argparse.Namespace) -> int:
 
     ignored, part = ignored_rules(Path.cwd()), (arguments.step, arguments.module)
     with opened(arguments, arguments.path) as session:
-        written = write_export(session, arguments.form, arguments.output, arguments.force, *part, ignored)
+        written = write_export(
+            session, arguments.form, arguments.output, arguments.force, *part, ignored,
+            arguments.ranks == "all", arguments.op,
+        )  # fmt: skip
     for note in written.notes:
         tell(f"stepscope export: {safe(note, 400)}")
     parts = f"{plural(written.num_host, 'host event')}, {plural(written.num_device, 'GPU event')}"

@@ -7,16 +7,23 @@ from pathlib import Path
 
 from stepscope.analysis.structure.links import Linked
 from stepscope.errors import UsageError
-from stepscope.exporters import perfetto, speedscope
+from stepscope.exporters import flame, perfetto, repro, speedscope
 from stepscope.exporters.perfetto import perfetto_texts
 from stepscope.exporters.selection import Selection, matching, module_names, select
 from stepscope.exporters.speedscope import Speedscope
 from stepscope.exporters.tables import write_tables
+from stepscope.exporters.timeline import Timeline
 from stepscope.findings.diagnose import diagnose
 from stepscope.render.files import check_file, check_folder, stem_of, write_texts
 from stepscope.session import Session
 
-FORMS = ("perfetto", "speedscope", "csv", "parquet")
+FORMS = ("perfetto", "speedscope", "flame", "repro", "csv", "parquet")
+_DEFAULTS = {
+    "perfetto": ".perfetto.json.gz", "speedscope": ".speedscope.json", "flame": ".flame.svg", "repro": "-repro.py",
+}  # fmt: skip
+_ENDINGS = {
+    "perfetto": perfetto.ENDINGS, "speedscope": speedscope.ENDINGS, "flame": flame.ENDINGS, "repro": repro.ENDINGS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,17 +42,24 @@ def write_export(
     step: int | None = None,
     module: str | None = None,
     ignored: Collection[str] = (),
+    all_ranks: bool = False,
+    op: str | None = None,
 ) -> Exported:
     """Return what was written: a session's trace, or a part of it, in a form of another tool."""
     if form not in FORMS:
         raise UsageError(f"{form!r} is not a form: choose one of {', '.join(FORMS)}")
     target = target or export_target(session.path, form)
+    _check_options(session, form, all_ranks, op)
     _check_target(target, form, force)
+    if all_ranks:
+        timeline = Timeline(session, (step, module))
+        timeline.write(target, ignored)
+        return Exported(target, timeline.num_host, timeline.num_device, tuple(timeline.notes))
     linked = session.case.linked
     _check_step(linked, step)
     _check_module(linked, module)
     selection = select(linked, step, module)
-    notes = _write(session, selection, target, form, ignored)
+    notes = _write(session, selection, target, form, ignored, op)
     num_ranks = len(session.trace_files) if session.rank is None else 1
     if num_ranks > 1:
         notes.append(f"rank {session.case.rank} of {num_ranks}: --rank chooses another")
@@ -54,14 +68,22 @@ def write_export(
 
 def export_target(path: Path, form: str) -> Path:
     """Return where an export goes by default: into the working folder, under the trace's name."""
-    endings = {"perfetto": ".perfetto.json.gz", "speedscope": ".speedscope.json"}
-    return Path(f"{stem_of(path)}{endings.get(form, f'-{form}')}")
+    return Path(f"{stem_of(path)}{_DEFAULTS.get(form, f'-{form}')}")
+
+
+def _check_options(session: Session, form: str, all_ranks: bool, op: str | None) -> None:
+    if all_ranks and form != "perfetto":
+        raise UsageError("--ranks all is for perfetto: other forms hold one rank, which --rank chooses")
+    if all_ranks and session.rank is not None:
+        raise UsageError("--ranks all and --rank contradict each other: leave one out")
+    if (op is not None) != (form == "repro"):
+        raise UsageError("--op and repro belong together, as in `stepscope export PATH repro --op aten::mm`")
 
 
 def _check_target(target: Path, form: str, force: bool) -> None:
     if form in ("csv", "parquet"):
         return check_folder(target, force)
-    endings = perfetto.ENDINGS if form == "perfetto" else speedscope.ENDINGS
+    endings = _ENDINGS[form]
     if not target.name.endswith(endings):
         raise UsageError(f"{target}: the name must end in {' or '.join(endings)}")
     check_file(target, force)
@@ -89,9 +111,20 @@ def _check_module(linked: Linked, module: str | None) -> None:
         raise UsageError(f"no module {module!r}: did you mean {near[0]}?")
 
 
-def _write(session: Session, selection: Selection, target: Path, form: str, ignored: Collection[str]) -> list[str]:
+def _write(
+    session: Session, selection: Selection, target: Path, form: str, ignored: Collection[str], op: str | None
+) -> list[str]:
     """Write the selection; return what it lacks."""
-    notes = []
+    notes: list[str] = []
+    if op is not None:
+        write_texts(target, repro.repro_texts(selection.linked, op, session.path.name))
+        return notes
+    if form == "flame":
+        stacks = flame.stacks_of(selection)
+        what = "GPU work" if selection.device.height else "host time"
+        is_folded = target.suffix == ".folded"
+        write_texts(target, flame.folded_texts(stacks) if is_folded else flame.svg_texts(stacks, what))
+        return notes
     if selection.host.is_empty() and selection.device.is_empty():
         notes.append("it is empty: that step has no event of that module")
     if form == "speedscope":

@@ -5,15 +5,15 @@ time, so that memory stays that of the tables.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import polars as pl
 
+from stepscope.exporters.places import GPU_SORT, OnTimeline, Places
 from stepscope.exporters.selection import Selection
-from stepscope.exporters.tracks import counters_of, lanes, tracks_of
+from stepscope.exporters.tracks import counters_of, tracks_of
 from stepscope.findings.finding import Finding
 from stepscope.trace.tables import CATEGORIES
 from stepscope.version import __version__
@@ -61,18 +61,6 @@ def recorded(frame: pl.DataFrame, columns: Mapping[str, str]) -> dict[str, pl.Ex
     return {name: pl.lit(mapped(frame[column], _json_or_text)) for name, column in columns.items()}
 
 
-def id_of(value: str | None) -> str:
-    """A process or a thread as JSON: a number where it is one, as profilers write them.
-
-    >>> id_of("42"), id_of("Spans"), id_of("007"), id_of(None)
-    ('42', '"Spans"', '"007"', '"unknown"')
-    """
-    if value is None:
-        return '"unknown"'
-    is_number = value.isascii() and value.removeprefix("-").isdigit() and str(int(value[:18])) == value
-    return value if is_number else json.dumps(value)
-
-
 def mapped(column: pl.Series, to: Callable[[str], str]) -> pl.Series:
     """A column of texts as other texts; each different one is made once."""
     values = column.cast(pl.String)
@@ -92,9 +80,7 @@ def _json_or_text(value: str) -> str:
 ENDINGS = (".json", ".json.gz")
 LARGEST_EXACT_NS = 2**53
 """From here on a reader that takes microseconds as a double loses nanoseconds: such a clock is moved."""
-_SECOND_NS = 1_000_000_000
-_GPU_SORT = 1_000_000
-_STREAM, _RANGES, _SYNCS = "", " annotations", " synchronizations"
+SECOND_NS = 1_000_000_000
 _CATEGORY = {
     "op": "cpu_op", "annotation": "user_annotation", "runtime": "cuda_runtime", "driver": "cuda_driver",
     "python": "python_function", "overhead": "overhead", "other": "other",
@@ -123,24 +109,46 @@ _COLLECTIVE_ARGS = {"In msg nelems": "collective.num_in_elements", "Out msg nele
 
 def perfetto_texts(selection: Selection, findings: Sequence[Finding] = ()) -> Iterator[str]:
     made = _Perfetto(selection, findings)
-    yield f'{json.dumps(made.header())[:-1]}, "traceEvents": [\n'
+    yield from _document(made.header(), made.lines())
+
+
+def timeline_texts(
+    header: Mapping[str, Any], parts: Iterable[tuple[Selection, Sequence[Finding], int, int]]
+) -> Iterator[str]:
+    """One file of several ranks, of each its part, findings, number and clock offset, one in memory at a time."""
+    return _document(header, _ranks(parts))
+
+
+def _ranks(parts: Iterable[tuple[Selection, Sequence[Finding], int, int]]) -> Iterator[str]:
+    first = 1
+    for selection, findings, rank, offset_ns in parts:
+        made = _Perfetto(selection, findings, OnTimeline(rank, offset_ns, first))
+        yield from made.lines()
+        first += made.num_arrows + made.places.num_pids
+
+
+def _document(header: Mapping[str, Any], texts: Iterable[str]) -> Iterator[str]:
+    yield f'{json.dumps(header)[:-1]}, "traceEvents": [\n'
     separator = ""
-    for lines in filter(None, made.lines()):
+    for lines in filter(None, texts):
         yield separator + lines
         separator = ",\n"
     yield "\n]}\n"
 
 
 class _Perfetto:
-    def __init__(self, selection: Selection, findings: Sequence[Finding]) -> None:
-        self.selection = selection
+    def __init__(self, selection: Selection, findings: Sequence[Finding], among: OnTimeline | None = None) -> None:
+        self.selection, self.among = selection, among
         self.tracks = tracks_of(selection, findings)
         self.counters = list(counters_of(selection))
-        self.places = _Places(selection)
+        self.places = Places(selection, among)
         self.collectives = selection.linked.trace.collectives
+        self.num_arrows = 0
         # How much earlier the file's clock begins, in whole seconds: 0 where its times can be told as they are.
         is_exact = selection.start_ns >= 0 and selection.end_ns < LARGEST_EXACT_NS
-        self.shift_ns = 0 if is_exact else selection.start_ns // _SECOND_NS * _SECOND_NS
+        self.shift_ns = 0 if is_exact else selection.start_ns // SECOND_NS * SECOND_NS
+        if among:
+            self.shift_ns = among.offset_ns
 
     def header(self) -> dict[str, Any]:
         selection, facts = self.selection, self.selection.linked.trace.facts
@@ -227,15 +235,15 @@ class _Perfetto:
         ends = self.selection.host.select(*columns, **self._thread())
         begin = ends.select(pl.col("row").alias("from"), pl.col(*end).name.prefix("from."))
         launches = self.places.device.select("start_ns", "pid", pl.col("tid").cast(pl.String), **{"from": "launch"})
-        yield from self._pairs("ac2g", launches.join(begin, on="from", maintain_order="left"), 1)
+        yield from self._pairs("ac2g", launches.join(begin, on="from", maintain_order="left"))
         is_back = (pl.col("kind") == "op") & (pl.col("sequence") >= 0) & (pl.col("forward_thread") > 0)
         back = ends.filter(is_back & pl.col("forward").is_not_null())
         above = back.select("forward", parent="row")
         back = back.join(above, on=["parent", "forward"], how="anti", maintain_order="left")  # the outermost of each
         pairs = back.select(*end, **{"from": "forward"}).join(begin, on="from", maintain_order="left")
-        yield from self._pairs("fwdbwd", pairs, 1 + launches.height)
+        yield from self._pairs("fwdbwd", pairs)
 
-    def _pairs(self, category: str, pairs: pl.DataFrame, first: int) -> Iterator[str]:
+    def _pairs(self, category: str, pairs: pl.DataFrame) -> Iterator[str]:
         name, number = json.dumps(category), pl.col("id").cast(pl.String)
 
         def one_end(phase: str, prefix: str, **more: str) -> pl.Expr:
@@ -244,6 +252,8 @@ class _Perfetto:
             return event(None, ph=phase, cat=name, name=name, id=number, **place, ts=time, **more)
 
         both = pl.concat_str(one_end('"s"', "from."), one_end('"f"', "", bp='"e"'), separator=",\n")
+        first = (self.among.first if self.among else 1) + self.num_arrows
+        self.num_arrows += pairs.height
         yield from lines_of(pairs.with_row_index("id", first), lambda _: both)
 
     # -- our own tracks, and names -------------------------------------------------------------------------------
@@ -266,7 +276,7 @@ class _Perfetto:
             )
 
     def _names(self) -> Iterator[str]:
-        own, rows = str(self.places.own_pid), list(self.places.names())
+        own, rows = self.places.own_pid, list(self.places.names())
         if self.tracks or self.counters:
             rows.append((own, "0", "process_name", {"name": "Stepscope"}))
             rows.append((own, "0", "process_sort_index", {"sort_index": 0}))
@@ -274,89 +284,17 @@ class _Perfetto:
             rows.append((own, str(tid), "thread_name", {"name": track.name}))
             rows.append((own, str(tid), "thread_sort_index", {"sort_index": tid}))
         yield ",\n".join(
-            f'{{"ph":"M","pid":{pid},"tid":{tid},"ts":0,"name":"{name}","args":{json.dumps(args)}}}'
+            f'{{"ph":"M","pid":{pid},"tid":{tid},"ts":0,"name":"{name}","args":{self._said(name, args)}}}'
             for pid, tid, name, args in rows
         )
 
-
-class _Places:
-    """Processes and threads as recorded. GPU work is on a track a stream, annotations and synchronizations on tracks
-    of their own, and what overlaps another in part goes to a further one: no viewer draws two such bars on one."""
-
-    def __init__(self, selection: Selection) -> None:
-        trace = selection.linked.trace
-        self._selection = selection
-        self.threads = {name: [id_of(value) for value in trace.threads[name]] for name in ("pid", "tid")}
-        taken = set(trace.threads.join(self._used(), on="thread", how="semi")["pid"])
-        frames = (selection.device, selection.device_ranges, selection.syncs)
-        devices = sorted(pl.concat([frame["device"] for frame in frames]).drop_nulls().unique())
-        known = [int(pid) for pid in taken if pid is not None and pid.isascii() and pid.isdigit() and len(pid) < 9]
-        free = max([*known, *devices, 0]) + 1
-        self._pids: dict[int | None, str] = {None: '"unknown device"'}
-        for device in devices:  # a process may have the number of a device
-            self._pids[device], free = (str(free), free + 1) if str(device) in taken else (str(device), free)
-        self.own_pid = free
-        streams = pl.concat([frame["stream"] for frame in frames]).drop_nulls()
-        self._free_tids = count(max([*map(int, streams.unique()), 0]) + 1)
-        self._tids: dict[tuple[int | None, int | None, str, int], int] = {}
-        self.device = self._placed(selection.device, _STREAM)
-        self.device_ranges = self._placed(selection.device_ranges, _RANGES)
-        self.syncs = self._placed(selection.syncs, _SYNCS)
-
-    def names(self) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-        """Process and thread as JSON, and what is said of them: what they are called, and their order."""
-        threads = self._selection.linked.trace.threads
-        seen: set[str] = set()
-        for row in threads.join(self._used(), on="thread", how="semi", maintain_order="left").iter_rows(named=True):
-            pid, tid = id_of(row["pid"]), id_of(row["tid"])
-            if pid not in seen:
-                seen.add(pid)
-                yield pid, "0", "process_name", {"name": row["process_name"] or f"process {row['pid']}"}
-                yield pid, "0", "process_labels", {"labels": row["process_labels"] or "CPU"}
-                yield pid, "0", "process_sort_index", {"sort_index": len(seen)}
-            yield pid, tid, "thread_name", {"name": row["thread_name"] or f"thread {row['tid']}"}
-            yield pid, tid, "thread_sort_index", {"sort_index": row["thread"]}
-        used = {device for device, *_ in self._tids}
-        for number, (device, pid) in enumerate(self._pids.items()):
-            if device in used:
-                name = "GPU not named" if device is None else f"GPU {device}"
-                yield pid, "0", "process_name", {"name": name}
-                yield pid, "0", "process_labels", {"labels": name}
-                yield pid, "0", "process_sort_index", {"sort_index": _GPU_SORT + number}
-        ordered = sorted(self._tids.items(), key=lambda one: (one[0][1] or 0, *one[0][2:]))
-        for place, ((device, stream, what, lane), track) in enumerate(ordered):
-            name = f"stream {'?' if stream is None else stream}{what}{f' ({lane + 1})' if lane else ''}"
-            yield self._pids[device], str(track), "thread_name", {"name": name}
-            yield self._pids[device], str(track), "thread_sort_index", {"sort_index": place}
-
-    def _used(self) -> pl.DataFrame:
-        frames = (self._selection.host, self._selection.memory)
-        return pl.concat([frame.select("thread") for frame in frames]).unique()
-
-    def _placed(self, events: pl.DataFrame, what: str) -> pl.DataFrame:
-        """Events with the `pid`, as JSON, and the `tid` of their track."""
-        key = ["device", "stream"]
-        end = pl.col("start_ns") + pl.col("duration_ns")
-        ordered = events.with_columns(end.alias("end_ns")).sort(
-            *key, "start_ns", "end_ns", descending=[False, False, False, True], nulls_last=True
-        )
-        tids: list[pl.Series] = []
-        for (device, stream), part in ordered.group_by(*key, maintain_order=True):
-            is_apart = not (part["start_ns"] < part["end_ns"].cum_max().shift(1)).any()
-            own = [0] * part.height if is_apart else lanes(part["start_ns"], part["end_ns"])
-            chosen = pl.Series(own, dtype=pl.Int64)
-            known = {lane: self._tid(device, stream, what, lane) for lane in sorted(chosen.unique())}
-            tids.append(chosen.replace_strict(known, return_dtype=pl.Int64))
-        tid = pl.concat(tids) if tids else pl.Series([], dtype=pl.Int64)
-        pid = pl.col("device").replace_strict(self._pids, return_dtype=pl.String)
-        return ordered.with_columns(tid.alias("tid"), pid.alias("pid"))
-
-    def _tid(self, device: Any, stream: Any, what: str, lane: int) -> int:
-        key = (device, stream, what, lane)
-        if key not in self._tids:
-            is_stream = what == _STREAM and not lane and stream is not None
-            self._tids[key] = int(stream) if is_stream else next(self._free_tids)
-        return self._tids[key]
+    def _said(self, name: str, args: dict[str, Any]) -> str:
+        """What is said of a process or a thread, as JSON; of a process with its rank where there are several."""
+        if self.among and name == "process_name":
+            args = {"name": f"rank {self.among.rank}: {args['name']}"}
+        if self.among and name == "process_sort_index":
+            args = {"sort_index": self.among.rank * 2 * GPU_SORT + args["sort_index"]}
+        return json.dumps(args)
 
 
 _PLACE = {"pid": pl.col("pid"), "tid": pl.col("tid").cast(pl.String)}

@@ -46,6 +46,11 @@ class _Reading:
         self.trailer_base = 0
 
     def run(self, workers: int) -> Trace:
+        own = self.document.fields.get("stepscope")
+        if isinstance(own, dict) and own.get("ranks"):
+            raise TraceError(
+                f"{self.source.path} is a timeline of several ranks for a viewer: open the ranks' traces"
+            )
         expected = self.source.num_bytes * (12 if self.source.is_compressed else 1)
         pool = None
         if workers > 1 and expected > WORTH_WORKERS:
