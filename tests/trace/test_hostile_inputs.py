@@ -24,20 +24,11 @@ from stepscope.analysis.time.step_times import slow_steps
 from stepscope.analysis.time.summary import summary_of
 from stepscope.trace.recording import read_recording
 from trace_builder import TraceBuilder
-from verbs import run_verb
+from verbs import answers
 
 TRACE_VERBS = ["show {}", "analyze {} --copies", "diagnose {} --json", "report {} -o {}.html",
                "export {} perfetto -o {}.p.json"]  # fmt: skip
 RECORDING_VERBS = ["show {}", "diagnose {} --json", "report {} -o {}.html", "compare {} {}", "analyze {} --memory"]
-
-
-def answers(verb: str, path: Path) -> str:
-    """What a verb says: an answer in which no check failed, or one sentence."""
-    done = run_verb(*verb.replace("{}", str(path)).split())
-
-    assert done.returncode in (0, 2, 4) and "check failed" not in done.stdout
-    assert done.returncode != 2 or len(done.stderr.splitlines()) == 1
-    return done.stdout + done.stderr
 
 
 # -- traces -------------------------------------------------------------------------------------------------------

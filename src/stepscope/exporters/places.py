@@ -58,8 +58,8 @@ class Places:
             pids[device], free = (str(free), free + 1) if str(device) in taken else (str(device), free)
         self._pids = {device: self._pid(pid) for device, pid in pids.items()}
         self.own_pid = self._pid(str(free))
-        streams = pl.concat([frame["stream"] for frame in frames]).drop_nulls()
-        self._free_tids = count(max([*map(int, streams.unique()), 0]) + 1)
+        streams = set(pl.concat([frame["stream"] for frame in frames]))
+        self._free_tids = (tid for tid in count(1) if tid not in streams)
         self._tids: dict[tuple[int | None, int | None, str, int], int] = {}
         self.device = self._placed(selection.device, _STREAM)
         self.device_ranges = self._placed(selection.device_ranges, _RANGES)

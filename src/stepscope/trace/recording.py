@@ -250,15 +250,20 @@ def _sample(line: dict[str, Any]) -> StepSample:
     wall_ns, window, loss = _integer(line["wall_ns"]), line["window"], line.get("loss")
     if not isinstance(window, str):
         raise TypeError("window is not a name")
-    device_ns = line.get("device_ns")
+    # Free-running steps of older recordings have only their duration.
+    host_ns = _nanoseconds(line["host_ns"] if window != "free" else line.get("host_ns", {}))
+    if rest_ns := wall_ns - sum(host_ns.values()):
+        host_ns["unattributed"] = _integer(host_ns.get("unattributed", 0) + rest_ns)
+    device_ns = None if line.get("device_ns") is None else _nanoseconds(line["device_ns"])
+    if not wall_ns or (device_ns is not None and not sum(device_ns.values())):
+        raise ValueError("a step takes time")
     return StepSample(
         step=line["step"],
         window=window,
         start_ns=_integer(line["start_ns"]),
         wall_ns=wall_ns,
-        # Free-running steps of older recordings have only their duration.
-        host_ns=_nanoseconds(line["host_ns"] if window != "free" else line.get("host_ns", {"unattributed": wall_ns})),
-        device_ns=_nanoseconds(device_ns) if device_ns is not None else None,
+        host_ns=host_ns,
+        device_ns=device_ns,
         num_tokens=_integer_or_none(line.get("num_tokens")),
         num_samples=_integer_or_none(line.get("num_samples")),
         num_micro_batches=_integer(line.get("num_micro_batches", 0)),

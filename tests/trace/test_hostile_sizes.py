@@ -1,0 +1,56 @@
+"""Small inputs that ask for much: values at the ends of their ranges, deep nesting, thousands of names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from handmade import MS, cpu_facts, sample, write_recording
+from stepscope.trace.recording import read_recording
+from trace_builder import TraceBuilder
+from verbs import answers
+
+# -- steps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "odd", [{"host_ns": {}}, {"wall_ns": 0}, {"host_ns": {"forward": 0}, "wall_ns": 0}, {"device_ns": {"forward": 0}}]
+)
+@pytest.mark.parametrize("verb", ["show {}", "diagnose {} --json", "report {} -o {}.html", "compare {} {}"])
+def test_steps_that_take_no_time(odd, verb, tmp_path):
+    folder = write_recording(tmp_path / "run", cpu_facts(), [{**sample(step), **odd} for step in range(9)])
+
+    answers(verb, folder)
+
+
+def test_the_phases_of_a_step_add_up_to_it(tmp_path):
+    lines = [
+        {**sample(0), "host_ns": {}},
+        {**sample(1), "host_ns": {"forward": 4 * MS, "unattributed": MS}},
+        {**sample(2), "host_ns": {"forward": 11 * MS}},
+        {**sample(3), "wall_ns": 0, "host_ns": {}},
+        {**sample(4), "device_ns": {}},
+    ]
+    recording = read_recording(write_recording(tmp_path / "run", {}, lines))
+
+    assert [dict(each.host_ns) for each in recording.samples] == [
+        {"unattributed": 10 * MS},
+        {"forward": 4 * MS, "unattributed": 6 * MS},
+    ]
+    assert "3 step(s) have a missing or invalid field" in recording.warnings[0]
+
+
+# -- traces -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [2**63 - 1, 2**63 - 2, 1, 0])
+def test_every_track_of_perfetto_has_a_number_of_its_own(stream, tmp_path):
+    trace = TraceBuilder().kernel("a", 10, 5000, stream=stream).kernel("b", 20, 6000, stream=stream)
+    path = trace.kernel("c", 20, 5000).write(tmp_path / "trace.json")
+    answers("export {} perfetto -o {}.p.json", path)
+
+    events = json.loads(Path(f"{path}.p.json").read_text())["traceEvents"]
+    tracks = {event["name"]: event["tid"] for event in events if event["ph"] == "X" and event["name"] in "abc"}
+    assert len(set(tracks.values())) == 3 and (tracks["a"], tracks["c"]) == (stream, 7)
