@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+import polars as pl
 import pytest
 
 from handmade import MS, cpu_facts, sample, write_recording
+from stepscope.analysis.kernels.ops import ops
+from stepscope.analysis.structure.links import link
 from stepscope.trace.recording import read_recording
 from trace_builder import TraceBuilder
 from verbs import answers
@@ -54,3 +60,43 @@ def test_every_track_of_perfetto_has_a_number_of_its_own(stream, tmp_path):
     events = json.loads(Path(f"{path}.p.json").read_text())["traceEvents"]
     tracks = {event["name"]: event["tid"] for event in events if event["ph"] == "X" and event["name"] in "abc"}
     assert len(set(tracks.values())) == 3 and (tracks["a"], tracks["c"]) == (stream, 7)
+
+
+@contextmanager
+def counted(owner: type, name: str) -> Iterator[list[int]]:
+    """Count the calls of a method: [number of them]."""
+    calls, method = [0], getattr(owner, name)
+
+    def call(*args, **named):
+        calls[0] += 1
+        return method(*args, **named)
+
+    with mock.patch.object(owner, name, call):
+        yield calls
+
+
+def _nested(num_ops: int) -> TraceBuilder:
+    """Ops inside each other, named a, b, c, a, …; the innermost one launches, and memory is allocated between."""
+    trace = TraceBuilder()
+    for depth in range(num_ops):
+        trace.op(f"aten::{'abc'[depth % 3]}", depth, 3 * num_ops - 2 * depth)
+    trace.launch("gemm", num_ops, runs=(3 * num_ops, 70))
+    for late in (0, 5, num_ops, 3 * num_ops + 1):
+        trace.memory(2 * num_ops - 1 + late, 512)
+    return trace
+
+
+def test_ops_inside_ops_are_not_climbed_one_by_one():
+    few, many = _nested(300).read(), _nested(3000).read()
+    with counted(pl.Series, "gather") as num_few:
+        linked = link(few)
+        assert ops(linked)["num_calls"].to_list() == [100] * 3
+    with counted(pl.Series, "gather") as num_many:
+        table = ops(link(many))
+
+    # At (2·300 - 1 + late) µs, the ops up to depth 300 + 1 - late are open.
+    assert linked.memory["op"].to_list() == [299, 296, 1, None]
+    assert num_many[0] < 2 * num_few[0]
+    assert table["device_total_ns"].to_list() == [70_000] * 3
+    assert sorted(table["host_total_ns"]) == [(9000 - 2 * depth) * 1000 for depth in (2, 1, 0)]
+    assert sorted(table["device_self_ns"]) == [0, 0, 70_000]

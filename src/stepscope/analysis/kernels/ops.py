@@ -4,7 +4,7 @@ import polars as pl
 
 from stepscope.analysis.memory.module_tree import ancestors, starred
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.nesting import NO_ROW, ancestor
 
 _FIGURES = (
     "num_calls", "host_self_ns", "host_total_ns", "device_self_ns", "device_forward_ns", "device_backward_ns",
@@ -25,20 +25,22 @@ def ops(linked: Linked) -> pl.DataFrame:
     calls = host.select("self_ns", inner.alias("op")).filter(~is_op).drop_nulls("op")
     inside = calls.group_by("op").agg(pl.col("self_ns").sum())
     own_ns = host["self_ns"].scatter(inside["op"], inside["self_ns"] + host["self_ns"].gather(inside["op"]))
-    outer = inner.gather(host["parent"])
-    is_inside = _is_inside_itself(host["name"].to_physical(), outer)
-    total_ns = host["duration_ns"].zip_with(~is_inside, pl.zeros(1, pl.Int64, eager=True)).alias("total_ns")
-    calls = host.select("name", own_ns.alias("own_ns"), total_ns).filter(is_op)
-    by_name = calls.group_by("name").agg(
-        pl.len().cast(pl.Int64).alias("num_calls"),
-        pl.col("own_ns").sum().alias("host_self_ns"),
-        pl.col("total_ns").sum().alias("host_total_ns"),
+    end = _subtree_ends(host)
+    calls = host.select("name", "duration_ns", own_ns.alias("own_ns"), _device_ns(linked, end), end, "row")
+    is_outermost = (pl.col("end").cum_max().shift(1) <= pl.col("row")).over("name").fill_null(True)
+    by_name = (
+        calls.filter(is_op)
+        .with_columns(pl.col("duration_ns", "device_ns") * is_outermost.cast(pl.Int64))
+        .group_by("name")
+        .agg(
+            pl.len().cast(pl.Int64).alias("num_calls"),
+            pl.col("own_ns").sum().alias("host_self_ns"),
+            pl.col("duration_ns").sum().alias("host_total_ns"),
+            pl.col("device_ns").sum().alias("device_total_ns"),
+        )
     )
     gpu = linked.device.group_by("op_name").agg(pl.col("duration_ns").sum().alias("device_self_ns"))
-    under = _device_totals(linked, outer, is_inside)
-    table = by_name.join(gpu, left_on="name", right_on="op_name", how="full", coalesce=True, nulls_equal=True).join(
-        under, on="name", how="left", nulls_equal=True
-    )
+    table = by_name.join(gpu, left_on="name", right_on="op_name", how="full", coalesce=True, nulls_equal=True)
     return table.select(
         pl.col("name").cast(pl.String).alias("op"),
         pl.col("num_calls", "host_self_ns", "host_total_ns", "device_self_ns").fill_null(0),
@@ -87,31 +89,20 @@ def module_groups(table: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _is_inside_itself(name: pl.Series, outer: pl.Series) -> pl.Series:
-    """Return whether an event is inside an op of its own name; `outer` is the op around each."""
-    row = outer.is_not_null().arg_true()
-    above, found = outer.gather(row), [row.head(0)]
-    while len(row):
-        is_same = name.gather(above) == name.gather(row)
-        found.append(row.filter(is_same))
-        above = outer.gather(above)
-        goes_on = ~is_same & above.is_not_null()
-        row, above = row.filter(goes_on), above.filter(goes_on)
-    return pl.repeat(False, len(name), dtype=pl.Boolean, eager=True).scatter(pl.concat(found), True)
+def _subtree_ends(host: pl.DataFrame) -> pl.Series:
+    """Return the first row behind all that is inside each event: the next sibling's, or that of the event around."""
+    by_parent = host.select("parent", "row").sort("parent", "row")
+    is_next = by_parent["parent"].eq_missing(by_parent["parent"].shift(-1))
+    next_row = by_parent["row"].shift(-1).zip_with(is_next, NO_ROW)
+    sibling = by_parent["row"].clear(host.height).scatter(by_parent["row"], next_row)
+    return sibling.gather(ancestor(host, sibling.is_not_null())).fill_null(host.height).alias("end")
 
 
-def _device_totals(linked: Linked, outer: pl.Series, is_inside: pl.Series) -> pl.DataFrame:
-    """Return the GPU work launched anywhere under an op's calls, by op."""
-    host = linked.host
+def _device_ns(linked: Linked, end: pl.Series) -> pl.Series:
+    """Return the GPU work launched anywhere inside each event, which ends before row `end`."""
     work = linked.device.filter(pl.col("op").is_not_null()).group_by("op").agg(pl.col("duration_ns").sum())
-    row, ns = work["op"], work["duration_ns"]
-    sums = [pl.DataFrame(schema={"name": host.schema["name"], "device_total_ns": pl.Int64})]
-    while len(row):
-        level = pl.DataFrame({"name": host["name"].gather(row), "device_total_ns": ns})
-        sums.append(level.filter(~is_inside.gather(row)).group_by("name").agg(pl.col("device_total_ns").sum()))
-        above = outer.gather(row)
-        row, ns = above.drop_nulls(), ns.filter(above.is_not_null())
-    return pl.concat(sums).group_by("name").agg(pl.col("device_total_ns").sum())
+    before = pl.zeros(len(end) + 1, pl.Int64, eager=True).scatter(work["op"] + 1, work["duration_ns"]).cum_sum()
+    return (before.gather(end) - before.head(len(end))).alias("device_ns")
 
 
 def _with_inner(table: pl.DataFrame) -> pl.DataFrame:

@@ -7,7 +7,7 @@ import polars as pl
 
 from stepscope.analysis.kernels.kernel_classes import classify_kernels
 from stepscope.analysis.structure.modules import Modules, find_modules, of_graph_kernels, with_compiled_code
-from stepscope.analysis.structure.nesting import ancestor, last_started, matches
+from stepscope.analysis.structure.nesting import ancestor, innermost_open, last_started, matches
 from stepscope.analysis.structure.steps import LABELS, Steps, at_times, find_steps
 from stepscope.analysis.time.gpu_time import with_activity
 from stepscope.trace.tables import Trace
@@ -143,10 +143,7 @@ def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
     """Return the innermost op open on the thread at each allocation and free."""
     ordered = memory.sort("time_ns", "event")
     row = last_started(host, ordered["thread"], ordered["time_ns"])
-    # The last event to start may be over: then use one around it.
-    while (is_over := (host["end_ns"].gather(row) < ordered["time_ns"]).fill_null(False)).any():
-        row = host["parent"].gather(row).zip_with(is_over, row)
-    op = host["op"].gather(row)
+    op = host["op"].gather(innermost_open(host, row, ordered["time_ns"]))
     return at_times(ordered.with_columns(op=op, module=host["module"].gather(op)), steps, "time_ns")
 
 

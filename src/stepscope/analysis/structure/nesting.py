@@ -70,6 +70,24 @@ def last_started(host: pl.DataFrame, threads: pl.Series, times_ns: pl.Series) ->
     return asked.join_asof(begun, on="time_ns", by="thread", check_sortedness=False).sort("place")["row"]
 
 
+def innermost_open(host: pl.DataFrame, rows: pl.Series, times_ns: pl.Series) -> pl.Series:
+    """Return rows moved up to the first event that is open at each time, or null."""
+    one_up = above, end = host["parent"], host["end_ns"]
+    num_moves = 0
+    while True:
+        is_over = (end.gather(rows) < times_ns).fill_null(False)
+        if is_over.any():
+            rows = above.gather(rows).zip_with(is_over, rows)
+            num_moves += 1
+            if num_moves > _HIGHEST:  # twice as far each time; `end` is the latest of all that a move passes
+                further = end.gather(above)
+                above, end = above.gather(above), further.zip_with((further > end).fill_null(False), end)
+        elif above is one_up[0]:
+            return rows
+        else:
+            above, end = one_up
+
+
 def is_named(host: pl.DataFrame, names: Collection[str]) -> pl.Series:
     return host["name"].is_in(pl.Series(sorted(names), dtype=host.schema["name"]).implode())
 
