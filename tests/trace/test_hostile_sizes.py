@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import polars as pl
@@ -46,6 +48,37 @@ def test_the_phases_of_a_step_add_up_to_it(tmp_path):
         {"forward": 4 * MS, "unattributed": 6 * MS},
     ]
     assert "3 step(s) have a missing or invalid field" in recording.warnings[0]
+
+
+def _joined(num: int) -> list[dict[str, Any]]:
+    """A step of many phases that turns out to be one with each that follows, and many that turn out to be one."""
+    lines = [sample(0, host_ns={f"phase {phase}": 1000 for phase in range(num)})]
+    for step in range(1, num):
+        lines += [sample(step, host_ns={f"step {step}": 1000}), {"joined": 2}]
+    return [*lines, *(sample(num + step, host_ns={f"own {step}": 1000}) for step in range(num)), {"joined": num}]
+
+
+def test_joining_steps_is_linear_in_their_phases(tmp_path):
+    recordings, seconds = {}, {}
+    for num in (500, 2000):
+        folder = write_recording(tmp_path / str(num), {}, _joined(num))
+        begin = time.process_time()
+        recordings[num] = read_recording(folder)
+        seconds[num] = time.process_time() - begin
+
+    first, second = recordings[500].samples
+    assert (len(first.host_ns), first.wall_ns) == (999, 999_000)
+    assert (len(second.host_ns), second.wall_ns, second.num_tokens) == (500, 500_000, 512)
+    assert seconds[2000] < 10 * seconds[500] + 0.1  # 4 times if linear, 16 if quadratic
+
+
+def test_the_reasons_of_throttling_are_as_many_as_nvml_has(tmp_path):
+    counters = [{"t_ns": 10 * MS + number, "throttle": [f"reason {number}"]} for number in range(1000)]
+    counters += [{"t_ns": 20 * MS, "throttle": ["reason 1", "reason 1"]}, {"t_ns": 1, "throttle": [["deep"]]}]
+    recording = read_recording(write_recording(tmp_path / "run", {}, [sample(1), sample(2)], counters))
+
+    assert len(recording.counters) == 65 and recording.counters[-1].throttle == ("reason 1",)
+    assert recording.warnings == ("counters.jsonl: 937 line(s) could not be read and were skipped",)
 
 
 # -- traces -------------------------------------------------------------------------------------------------------

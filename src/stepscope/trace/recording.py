@@ -2,9 +2,9 @@
 
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -101,7 +101,7 @@ def read_recording(folder: Path) -> Recording:
     try:
         for _ in _sound(folder / SAMPLES_FILE, steps.add, "line(s) could not be read", warnings):
             pass
-        counters = _sound(folder / COUNTERS_FILE, _counter, "line(s) could not be read", warnings)
+        counters = _sound(folder / COUNTERS_FILE, partial(_counter, set()), "line(s) could not be read", warnings)
         kept = tuple(islice(counters, limit("STEPS")))
         for _ in counters:
             warnings.append(f"{COUNTERS_FILE}: only the first {len(kept):,} samples were read")
@@ -217,16 +217,14 @@ class _Steps:
         if self.num_unread:
             self.num_unread -= min(num - 1, self.num_unread)
             return
-        indices = [*islice(reversed(self._lines), num)][::-1]
+        # Only as many as there are: a search for more goes through all that were ever removed.
+        indices = [*islice(reversed(self._lines), min(num, len(self._lines)))][::-1]
         lines = [self._lines.pop(index) for index in indices]
         try:
-            joined = {**lines[0], "wall_ns": sum(line["wall_ns"] for line in lines)}
-            for name in ("host_ns", "num_times"):
-                joined[name] = dict(sum((Counter(line.get(name) or {}) for line in lines), Counter()))
-            for name in ("num_tokens", "num_samples"):
-                joined[name] = max((line.get(name) or 0 for line in lines), default=0) or None
-            self._lines[indices[0]] = joined
-        except (IndexError, KeyError, TypeError, ValueError):
+            for line in lines[1:]:  # into the first, which may be large and be joined with many
+                _add_to(lines[0], line)
+            self._lines[indices[0]] = lines[0]
+        except (IndexError, KeyError, TypeError, AttributeError):
             return  # damaged: without these
 
     def samples(self, warnings: list[str]) -> tuple[StepSample, ...]:
@@ -244,6 +242,16 @@ class _Steps:
                 f"counted; set STEPSCOPE_MAX_STEPS={self._most + self.num_unread} to read all"
             )
         return tuple(found)
+
+
+def _add_to(line: dict[str, Any], following: Mapping[str, Any]) -> None:
+    line["wall_ns"] += _integer(following["wall_ns"])
+    for name in ("host_ns", "num_times"):
+        total = line[name] = line.get(name) or {}
+        for key, value in (following.get(name) or {}).items():
+            total[key] = total.get(key, 0) + _integer(value)
+    for name in ("num_tokens", "num_samples"):
+        line[name] = max(line.get(name) or 0, following.get(name) or 0) or None
 
 
 def _sample(line: dict[str, Any]) -> StepSample:
@@ -288,11 +296,16 @@ def _nanoseconds(values: Any) -> dict[str, int]:
     return {str(name): _integer(value) for name, value in values.items()}
 
 
-def _counter(text: bytes) -> CounterSample:
+def _counter(reasons: set[str], text: bytes) -> CounterSample:
+    """Return a line of counters; `reasons` collects what throttled, of which NVML knows at most 64."""
     line = _object(text)
     known = {name: line[name] for name in CounterSample.__dataclass_fields__ if line.get(name) is not None}
     throttle = known.pop("throttle", [])
+    check(throttle, [TEXT])
     if not all(isinstance(value, (int, float)) and abs(value) < 2**63 for value in known.values()):
         raise TypeError("a counter is not a number")
+    if len(reasons.union(throttle)) > 64:
+        raise ValueError("too many reasons")
+    reasons.update(throttle)
     known["t_ns"] = _integer(known["t_ns"])
-    return CounterSample(**known, throttle=tuple(str(reason) for reason in throttle))
+    return CounterSample(**known, throttle=tuple(dict.fromkeys(throttle)))
