@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from stepscope.recorder.windows import Windows
 
 
+def _peak_flops(name: str) -> Mapping[str, int] | None:
+    from stepscope.devices import find_device, load_ceilings
+
+    if (device := find_device(name)) is not None:
+        return device.peak_flops
+    ceilings = load_ceilings(name)
+    return None if ceilings is None else ceilings.matmul_flops
+
+
+current.peak_flops = _peak_flops  # for the MFU of live_metrics
+
+
 def step(tokens: int | None = None, loss: Any = None) -> None:
     """Return nothing; end a step here, with its number of tokens and its loss if you like.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,3 +21,6 @@ class ActiveSession(Protocol):
 
 
 session: ActiveSession | None = None
+
+peak_flops: Callable[[str], Mapping[str, int] | None] | None = None
+"""Returns the FLOP/s that a device can reach, by dtype. Set from outside: the recorder knows no devices."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from stepscope.recorder import files, windows
 from stepscope.recorder.clock import Clock, TimedStep, read_device_ns
+from stepscope.recorder.live.tally import Tally
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.step_facts import StepFacts
 
@@ -23,6 +24,7 @@ class Samples:
 
     def __init__(self, folder: Path) -> None:
         self.waits = False
+        self.tally = Tally()
         self._file = files.LineFile(folder / files.SAMPLES_FILE)
         self._pending: list[TimedStep] = []  # steps whose device times have not been read yet
         self._lines: list[str | _Step] = []
@@ -35,6 +37,8 @@ class Samples:
     def add(self, step: TimedStep, window: str, facts: StepFacts, num_tokens: int | None, num_compiles: int) -> None:
         """Write a step. `num_tokens` are those that the user gave."""
         self._append((step, window, facts, num_tokens, num_compiles))
+        batch = facts.batch
+        self.tally.add(window, step.wall_ns, step.host_ns, (num_tokens or batch[0], *batch[1:]), num_compiles)
         step.loss = facts.loss
         if step.first_event is not None or step.loss is not None:
             self._pending.append(step)
@@ -44,20 +48,24 @@ class Samples:
     ) -> None:
         """Write a step of free running in which nothing but training happened."""
         self._lines.append(_line(index, windows.FREE, start_ns, end_ns - start_ns, host_ns, batch))
+        self.tally.add(windows.FREE, end_ns - start_ns, host_ns, batch)
 
     def add_aside(self, which: str, step: TimedStep) -> None:
         """Write what the loop did before its first step or after its last one."""
         times = {"start_ns": step.start_ns, "wall_ns": step.wall_ns, "host_ns": step.host_ns}
         self._append(json.dumps({which: {**times, "num_times": step.num_times}}))
+        self.tally.add_aside(which, step.host_ns)
 
     def restart(self, reason: str) -> None:
         """Void all steps so far."""
         self._pending.clear()
+        self.tally.restart()
         self._append(json.dumps({"restart": reason}))
 
     def join(self, first: int, num_joined: int) -> None:
         """Make one step of the last ones, from `first` on."""
         self._pending = [step for step in self._pending if step.index < first]
+        self.tally.join(num_joined)
         self._append(json.dumps({"joined": num_joined}))
 
     def read_pending(self, probes: Probes, clock: Clock) -> None:

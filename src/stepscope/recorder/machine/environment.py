@@ -24,7 +24,7 @@ def environment_facts(device: int | None) -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": str(torch.__version__),
         "device": "cpu" if device is None else "cuda",
-        "device_name": cpu_name() if device is None else torch.cuda.get_device_name(device),
+        "device_name": device_name(device),
         "num_threads": torch.get_num_threads(),
         "rank": rank or 0,
         "world_size": world_size,
@@ -42,6 +42,11 @@ def environment_facts(device: int | None) -> dict[str, Any]:
         facts["num_visible_devices"] = torch.cuda.device_count()
         facts["driver"] = driver_version()
     return facts
+
+
+def device_name(device: int | None) -> str:
+    """Return the name of a GPU, else of the CPU."""
+    return cpu_name() if device is None else str(torch.cuda.get_device_name(device))
 
 
 def speed_flags() -> dict[str, Any]:
