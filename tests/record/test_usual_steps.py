@@ -165,13 +165,17 @@ def collects_only_when_told():
     gc.enable()
 
 
-def _record(folder: Path, do: Callable[[int, Training], None], windows: Windows, collects: bool) -> list[Any]:
+def _record(
+    folder: Path, do: Callable[[int, Training], None], windows: Windows, collects: bool, calls_step: bool = False
+) -> list[Any]:
     folder.mkdir()
     training = Training(collects)
     session = Session(folder, windows=windows, facts={})
     session.start()
     for step in range(NUM_STEPS):
         do(step, training)
+        if calls_step:
+            session.explicit_step()
     session.close("finished")
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -191,18 +195,29 @@ def _facts(lines: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("window", ["free", "clean"])
+@pytest.mark.parametrize("calls_step", [False, True], ids=["optimizer", "step()"])
 @pytest.mark.parametrize(
     ("do", "collects"),
     [*((do, False) for do in LOOPS), (plain, True), (accumulates, True), (closure, True)],
     ids=lambda value: getattr(value, "__name__", "collects_garbage" if value else ""),
 )
-def test_usual_steps_are_recorded_as_any_others(do, collects, window, tmp_path, monkeypatch):
+def test_usual_steps_are_recorded_as_any_others(do, collects, calls_step, window, tmp_path, monkeypatch):
     windows = Windows(warmup=2, clean=1 if window == "free" else NUM_STEPS, trace=0, memory=0)
-    cheap = _record(tmp_path / "cheap", do, windows, collects)
+    cheap = _record(tmp_path / "cheap", do, windows, collects, calls_step)
     monkeypatch.setattr(UsualSteps, "start", lambda *_args: None)
-    long = _record(tmp_path / "long", do, windows, collects)
+    long = _record(tmp_path / "long", do, windows, collects, calls_step)
 
     assert _facts(cheap) == _facts(long)
+
+
+def test_steps_that_the_script_ends_take_the_cheap_way_too(tmp_path, monkeypatch):
+    noted: list[bool] = []
+    explicit_step = UsualSteps.explicit_step
+    monkeypatch.setattr(UsualSteps, "explicit_step", lambda usual: noted.append(explicit_step(usual)) or noted[-1])
+    lines = _record(tmp_path / "x", plain, Windows(warmup=2, clean=3, trace=0, memory=0), False, calls_step=True)
+
+    assert sum(noted) >= NUM_STEPS - 4
+    assert len({line["step"] for line in lines if "window" in line}) == NUM_STEPS
 
 
 def test_time_between_two_usual_steps_belongs_to_one_of_them(tmp_path, monkeypatch):

@@ -61,22 +61,18 @@ class Loop:
         self.observer: Ledger | None = None
         self.is_free = False
         self.is_open = False
-        self.num_prefetched = 0
-        """How many batches the workers of a DataLoader may have ready."""
+        self.num_prefetched = 0  # batches that the workers of a DataLoader may have ready
         self.between = Between(self.optimizers)
         self._updates = UpdateWatch()
         self._gradients = Gradients()
         self._optimizer_stack: list[int] = []
-        self._manual_depth = 0
-        self._root_depth = 0
-        self._backward_depth = 0
+        self._manual_depth = self._root_depth = self._backward_depth = self._data_depth = 0
         self._deferred = Boundary.NONE
-        self._data_depth = 0
         self._label_around_data: str | None = None
         self._backward_seen = False
         self._awaits_backward = self._gradients_unused = False
         self._num_samples: int | None = None  # of the last forward that counted
-        self._asides: list[str | None] = []  # the label around what is going on beside training
+        self._asides: list[tuple[str, str | None]] = []  # what is going on beside training, and the label around it
         self._called_in_eval_mode = self._trains_in_eval_mode = False
 
     def listen(self) -> None:
@@ -119,7 +115,9 @@ class Loop:
             return BACKWARD  # a reentrant checkpoint
         if self._root_depth:
             return FORWARD  # a gradient taken inside the forward
-        return OPTIMIZER if self._optimizer_stack else None
+        if self._optimizer_stack:
+            return OPTIMIZER
+        return self._asides[-1][0] if self._asides else None
 
     def _end(self, boundary: Boundary) -> None:
         # An optimizer may step inside backward, from an autograd hook. No window may change there.
@@ -150,12 +148,12 @@ class Loop:
         if not self.listens() or not self.is_open or self._manual_depth or self._asides or self._clock.label == label:
             return False
         self.between.note_place(label)
-        self._asides.append(self._clock.label)
+        self._asides.append((label, self._clock.label))
         self._clock.switch(label)
         return True
 
     def aside_ended(self, _has_returned: bool = True) -> None:
-        self._clock.switch(self._asides.pop())
+        self._clock.switch(self._asides.pop()[1])
 
     # --- data -----------------------------------------------------------------------------------
 
@@ -330,7 +328,8 @@ class Loop:
         is_busy = any(depths) or self._asides or self._optimizer_stack or self._updates.is_pending
         is_usual = self._is_listening and self._backward_seen and self.finder.is_usual
         if is_usual and optimizer is not None and not is_busy:
-            self.usual.start(self._thread, optimizer, self._owners.number(optimizer), in_full, most_steps)
+            owner = EXPLICIT if self.finder.source == EXPLICIT else self._owners.number(optimizer)
+            self.usual.start(self._thread, optimizer, owner, in_full, most_steps)
 
     def usual_forward(self, forward: Forward, goes_on: bool) -> None:
         self._root_depth += goes_on
@@ -344,14 +343,14 @@ class Loop:
         if not self.is_free:
             self._switch(OPTIMIZER)
 
-    def usual_steps_ended(self, owner: int, num_steps: int) -> None:
-        self.finder.saw_again(owner, num_steps)
-
-    def usual_step_ended(self, owner: int) -> None:
+    def usual_optimizer_ended(self) -> None:
         self._optimizer_stack.clear()
         self.between.training_goes_on()
         self._switch(None)
-        self._end(self.finder.saw(BY_OPTIMIZER, owner))
+
+    def usual_step_ended(self, owner: Any) -> None:
+        self.usual_optimizer_ended()
+        self._end(self.finder.saw(EXPLICIT if owner == EXPLICIT else BY_OPTIMIZER, owner))
 
     # --- calls from the script ------------------------------------------------------------------
 
@@ -371,7 +370,8 @@ class Loop:
 
     def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
         """End the step here, for `stepscope.step()`."""
-        if not self.listens():
+        is_usual = tokens is loss is None and self.usual.is_on and self.usual.explicit_step()
+        if is_usual or not self.listens():
             return
         self._open()
         self.facts.give(tokens, None if self.is_free else loss)

@@ -65,7 +65,7 @@ class StepFinder:
 
     def saw(self, source: str, who: Any) -> Boundary:
         """Return what it means that `who` (an optimizer or a root module) has just finished."""
-        if source is OPTIMIZER and self.is_usual and who in self._known:
+        if source is self.source and self.is_usual and who in self._known:
             self._events.append((who, True))
             return Boundary.END
         if _RANK[source] < _RANK[self.source] or (source == FORWARD and self.trains):
@@ -149,8 +149,8 @@ class StepFinder:
 
     @property
     def is_usual(self) -> bool:
-        """Whether one optimizer makes up a step."""
-        return self.source is OPTIMIZER and len(self._known) == 1
+        """Whether one optimizer, or `stepscope.step()`, ends each step."""
+        return self.source in (OPTIMIZER, EXPLICIT) and len(self._known) == 1
 
     @property
     def repeats(self) -> bool:

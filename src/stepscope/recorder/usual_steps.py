@@ -1,7 +1,7 @@
 """The cheap way to record a loop that only trains: its hooks note events, which are interpreted later, many at once.
 
 A usual step fetches data, calls a model in training mode with gradients on, runs a backward after each forward, and
-ends with the one optimizer. Whatever else happens goes the long way through `Loop`, after all that was noted before.
+ends with the one optimizer, or after it with `stepscope.step()`. Whatever else happens goes the long way through `Loop`, after all that was noted before.
 """
 
 import time
@@ -17,6 +17,7 @@ from torch import nn
 from stepscope.recorder.clock import BEFORE_FORWARD, DATA, OTHER, UNATTRIBUTED, Clock
 from stepscope.recorder.model import batch_size
 from stepscope.recorder.modes import unseen
+from stepscope.recorder.step_ends import EXPLICIT, StepFinder
 from stepscope.recorder.step_facts import Forward, Inputs, is_known
 from stepscope.recorder.values import is_plain
 
@@ -24,12 +25,14 @@ INTERPRET_NS = 250_000_000
 # After fewer usual steps in a row than this, the next ones take the long way: twice as many each time, up to a limit.
 LEAST_IN_A_ROW, MAX_REST = 8, 64
 
-_FORWARD, _BACKWARD, _BACKWARD_ENDED, _DATA, _DATA_ENDED, _OPTIMIZER, _END = range(7)
+_FORWARD, _BACKWARD, _BACKWARD_ENDED, _DATA, _DATA_ENDED, _OPTIMIZER, _OPTIMIZER_ENDED, _END = range(8)
 _Event = tuple[int, int, Any]  # one of these, when, and what is known about it
 
 
 class UsualLoop(Protocol):
     """The long way."""
+
+    finder: StepFinder
 
     def usual_forward(self, forward: Forward, goes_on: bool) -> None: ...
     def backward_begins(self, tensors: Any) -> None: ...
@@ -37,8 +40,8 @@ class UsualLoop(Protocol):
     def data_begins(self, starts: bool) -> None: ...
     def data_ended(self) -> None: ...
     def usual_optimizer_begins(self, optimizer: int) -> None: ...
-    def usual_step_ended(self, owner: int) -> None: ...
-    def usual_steps_ended(self, owner: int, num_steps: int) -> None: ...
+    def usual_optimizer_ended(self) -> None: ...
+    def usual_step_ended(self, owner: Any) -> None: ...
 
 
 class UsualSteps:
@@ -65,7 +68,7 @@ class UsualSteps:
         self._due_ns = self._num_left = 0
         self._num_in_a_row = self._rest = self._num_rested = 0
 
-    def start(self, thread: int | None, optimizer: Any, owner: int, in_full: bool, most_steps: int) -> None:
+    def start(self, thread: int | None, optimizer: Any, owner: Any, in_full: bool, most_steps: int) -> None:
         """Note events from here, the beginning of a step; interpret them after `most_steps` at the latest."""
         if self._num_rested < self._rest:
             self._num_rested += 1
@@ -139,16 +142,31 @@ class UsualSteps:
     def optimizer_ended(self, optimizer: Any) -> bool:
         if not self._steps or self.is_inside or optimizer is not self._optimizer() or get_ident() != self._thread:
             return False
+        self._steps = False
+        if self._owner == EXPLICIT:
+            if self.in_full:
+                self._events.append((_OPTIMIZER_ENDED, time.perf_counter_ns(), None))
+        else:
+            self._end()
+        return True
+
+    def explicit_step(self) -> bool:
+        is_busy = self._waits or self._fetches or self._steps or self.is_inside
+        if self._owner != EXPLICIT or is_busy or get_ident() != self._thread:
+            return False
+        self._end()
+        return True
+
+    def _end(self) -> None:
         now = time.perf_counter_ns()
         self._events.append((_END, now, self._owner))
-        self._steps = self._waits = False
+        self._waits = False
         self._inputs.clear()
         self._num_in_a_row += 1
         self._num_left -= 1
         if now >= self._due_ns or self._num_left <= 0:
             self._interpret()
             self.interpreted()
-        return True
 
     def stop(self) -> None:
         """Tell the loop all that was noted. The open step goes on the long way."""
@@ -179,7 +197,7 @@ class UsualSteps:
                         self._replay(step)
                     num_short += is_short
                     first = i + 1
-                self._loop.usual_steps_ended(self._owner, num_short)
+                self._loop.finder.saw_again(self._owner, num_short)
                 self._replay(events[first:])
         finally:
             self._clock.stand_at(None)
@@ -247,6 +265,8 @@ class UsualSteps:
                 loop.data_ended()
             elif kind == _OPTIMIZER:
                 loop.usual_optimizer_begins(what)
+            elif kind == _OPTIMIZER_ENDED:
+                loop.usual_optimizer_ended()
             else:
                 loop.usual_step_ended(what)
 
