@@ -78,12 +78,13 @@ class Recorder(ContextDecorator):
         if current.session is not None:
             raise UsageError(f"already recording to {current.session.folder}: one recording per process at a time")
         from stepscope.recorder.files import prepare_folder
+        from stepscope.recorder.processes.rank import rank_and_world_size
         from stepscope.recorder.run_facts import run_facts
         from stepscope.recorder.session import Session
         from stepscope.recorder.windows import Windows
 
         try:
-            prepare_folder(self.folder, self._force)
+            prepare_folder(self.folder, self._force, keep_ranks=rank_and_world_size()[1] > 1)
             windows = self._windows or Windows()
             self._session = Session(
                 self.folder,
@@ -102,11 +103,11 @@ class Recorder(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._session is not None:
-            from stepscope.recorder.files import STATUS_FAILED, STATUS_FINISHED, STATUS_INTERRUPTED
-            from stepscope.recorder.run_facts import now
+            from stepscope.recorder.processes.ending import ending
 
-            status = STATUS_FINISHED if error is None else STATUS_FAILED
-            self._session.close(STATUS_INTERRUPTED if kind is KeyboardInterrupt else status, finished_at=now())
+            status, facts = ending(error)
+            del facts["exit_code"]  # the process goes on
+            self._session.close(status, error, **facts)
 
     def step(self, tokens: int | None = None, loss: Any = None) -> None:
         """Return nothing; end a step here, with its number of tokens and its loss if you like."""

@@ -18,7 +18,6 @@ import argparse
 import atexit
 import os
 import sys
-import time
 from os import getpid  # the script may replace what `os` has
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -154,7 +153,7 @@ class _Run:
             fixes.set_variables(fix)
         rank = int(os.environ.get("RANK", "0"))
         # Absolute, for a script that changes its working directory.
-        self.folder = (self._arguments.output or _default_folder(program.name)).absolute()
+        self.folder = (self._arguments.output or files.default_folder(program.name)).absolute()
         if rank:
             self.folder = self.folder / f"rank{rank}"
         files.prepare_folder(self.folder, self._arguments.force, keep_ranks="RANK" in os.environ)
@@ -247,12 +246,6 @@ class _Run:
 
         if not self._arguments.quiet and not int(os.environ.get("RANK", "0")):
             tell(line)
-
-
-def _default_folder(name: str) -> Path:
-    if "RANK" in os.environ:  # all ranks need the same name: they share a parent process and a day
-        return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{getpid()}"
 
 
 def _has_processes() -> bool:

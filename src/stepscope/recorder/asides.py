@@ -1,4 +1,4 @@
-"""Hooks on what a loop does beside training: checkpoints, log lines, garbage collections."""
+"""Hooks on what a loop does beside training: checkpoints, evaluations, log lines, garbage collections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stepscope.recorder.clock import CHECKPOINT, GARBAGE, LOGGING
+from stepscope.recorder.clock import CHECKPOINT, EVALUATION, GARBAGE, LOGGING
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.patches import After, Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
@@ -25,6 +25,11 @@ _FUNCTIONS = (
     ("torch.distributed.checkpoint.state_dict_saver", "async_save", CHECKPOINT),
     ("safetensors.torch", "save_file", CHECKPOINT),
     ("safetensors.torch", "save_model", CHECKPOINT),
+    ("transformers.trainer", "Trainer._save_checkpoint", CHECKPOINT),
+    ("transformers.trainer", "Trainer.evaluate", EVALUATION),
+    ("lightning.pytorch.trainer.trainer", "Trainer.save_checkpoint", CHECKPOINT),
+    ("pytorch_lightning.trainer.trainer", "Trainer.save_checkpoint", CHECKPOINT),
+    ("accelerate.accelerator", "Accelerator.save_state", CHECKPOINT),
     ("torch.utils.tensorboard.writer", "FileWriter.add_event", LOGGING),
     ("wandb.sdk.wandb_run", "Run.log", LOGGING),
     ("mlflow.tracking.client", "MlflowClient.log_batch", LOGGING),

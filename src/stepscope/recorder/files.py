@@ -46,6 +46,13 @@ STATUS_FAILED = "failed"
 MAX_SAMPLE_LINES = 100_000
 
 
+def default_folder(name: str) -> Path:
+    """Return a new folder under `runs/`. Ranks that a launcher started get the same one."""
+    if "RANK" in os.environ:  # all ranks need the same name: they share a parent process and a day
+        return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
 def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
     """Create `folder`, or empty an earlier recording if `force` is set. Raises ValueError if that is not possible.
 

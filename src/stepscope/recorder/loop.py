@@ -46,8 +46,7 @@ class Loop:
     """
 
     def __init__(self, clock: Clock, ended: Callable[[Boundary], None]) -> None:
-        self._clock = clock
-        self._ended = ended
+        self._clock, self._ended = clock, ended
         self.usual = UsualSteps(self, clock)
         self.roots = Roots(self.forward_begins, self.forward_ended, self.usual)
         self._is_listening = self._is_paused = False
@@ -69,8 +68,7 @@ class Loop:
         self._manual_depth = self._root_depth = self._backward_depth = self._data_depth = 0
         self._deferred = Boundary.NONE
         self._label_around_data: str | None = None
-        self._backward_seen = False
-        self._awaits_backward = self._gradients_unused = False
+        self._backward_seen = self._awaits_backward = self._gradients_unused = False
         self._num_samples: int | None = None  # of the last forward that counted
         self._asides: list[tuple[str, str | None]] = []  # what is going on beside training, and the label around it
         self._called_in_eval_mode = self._trains_in_eval_mode = False
@@ -181,7 +179,9 @@ class Loop:
         self.look_for_update()
         self._open()
         has_gradients = torch.is_grad_enabled()
-        if self.finder.trains and not has_gradients:
+        if self._asides and not has_gradients:
+            label = self._asides[-1][0]
+        elif self.finder.trains and not has_gradients:
             label = self.between.label_without_gradients(
                 root, lambda: batch_size(args, kwargs).num_samples == self._num_samples
             )

@@ -69,8 +69,8 @@ class Session:
         self._loop = Loop(self._clock, self._step_ended)
         self._loop.usual.step_ended, self._loop.usual.interpreted = self._usual_step_ended, self._go_on
         self.explicit_step = partial(wall.guarded(unseen), self._loop.explicit_step)
-        self.phase = self._loop.phase
-        self.stop_listening = self._loop.stop_listening
+        self.phase, self.stop_listening = self._loop.phase, self._loop.stop_listening
+        self.aside_begins, self.aside_ended = self._loop.aside_begins, self._loop.aside_ended
         self._roots = self._loop.roots
         self._samples = Samples(folder)
         self._step = 0

@@ -1,7 +1,8 @@
 """The cheap way to record a loop that only trains: its hooks note events, which are interpreted later, many at once.
 
 A usual step fetches data, calls a model in training mode with gradients on, runs a backward after each forward, and
-ends with the one optimizer, or after it with `stepscope.step()`. Whatever else happens goes the long way through `Loop`, after all that was noted before.
+ends with the one optimizer, or after it with `stepscope.step()`. Whatever else happens goes the long way through
+`Loop`, after all that was noted before.
 """
 
 import time
