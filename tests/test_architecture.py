@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"sweep", "recorder", "workloads", "devices", "display", "errors", "formatting"},
     "studies": {"render", "document"} | READ_SIDE | RUN_SIDE,
     "api": {"studies", "render", "document", "exporters"} | READ_SIDE | RUN_SIDE,
-    "cli": {"api", "studies", "render", "document", "exporters"} | READ_SIDE | RUN_SIDE,
+    "integrations": {"api", "render", "document"} | READ_SIDE | {"recorder"},
+    "cli": {"integrations", "api", "studies", "render", "document", "exporters"} | READ_SIDE | RUN_SIDE,
     "__main__": {"cli"},
     "__init__": {"api", "document"} | READ_SIDE | RUN_SIDE,
 }
