@@ -21,6 +21,7 @@ LIMITS = {
     "LINE_MIB": 4,
     "ROWS_MIB": 1024,  # of a sweep's rows
     "STEPS": 100_000,  # steps read in full: as many as a recording has lines. Later ones are counted.
+    "SQLITE_ROWS": 20_000_000,  # of one table of an SQLite file
     "SNAPSHOT_MIB": 2048,
     "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries
     "NAME": 4096,  # characters of a name in a trace

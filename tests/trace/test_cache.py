@@ -66,9 +66,9 @@ def reads(monkeypatch) -> list[Path]:
     """The paths of the traces that were read, and not taken from a cache."""
     seen: list[Path] = []
 
-    def read(path, progress=None):
+    def read(path, progress=None, process=None):
         seen.append(path)
-        return read_trace(path, progress)
+        return read_trace(path, progress, process=process)
 
     monkeypatch.setattr(cache, "read_trace", read)
     return seen
@@ -202,7 +202,7 @@ def test_another_reader_does_not_use_what_this_one_read(trace, reads, monkeypatc
 
 
 def test_a_trace_that_changes_while_it_is_read_is_not_kept(trace, monkeypatch):
-    def read(path, progress=None):
+    def read(path, progress=None, process=None):
         whole = read_trace(path, progress)
         write(path, num=50)
         return whole

@@ -48,7 +48,7 @@ EVENT = '{"ph": "X", "ts": 1, "name": "a"}'
         ),
         (
             b"SQLite format 3\0",
-            "is an SQLite database (like those of Nsight Systems): only PyTorch's JSON traces are supported (byte 0)",
+            "cannot be read as an SQLite database: file is not a database",
         ),
         ("{}", 'is JSON but not a trace: it has no list "traceEvents" (byte 2)'),
         ('{"a": {"traceEvents": [1]}}', 'is JSON but not a trace: it has no list "traceEvents" (byte 27)'),

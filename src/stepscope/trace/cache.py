@@ -64,6 +64,7 @@ class _Key:
     ends: str  # hash of the first and last 64 KiB, for file systems without these
     schema_version: int
     reader: str  # hash of the reading code, so that no version number is needed
+    process: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,37 +79,40 @@ class _Kept:
     hashes: dict[str, str]  # of each table's file. Parquet with a flipped bit may be read without an error.
 
 
-def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None = None) -> Trace:
+def open_trace(
+    path: Path, *, process: int | None = None, use_cache: bool = True, progress: Progress | None = None
+) -> Trace:
     """Return the trace at `path` from its cached columns if valid; otherwise read it, and cache it if it is large.
 
-    Raises TraceError like `read_trace`, but never because of the cache.
+    `process` is one of several in a file of Nsight Systems. Raises TraceError like `read_trace`, but never because of
+    the cache.
     """
-    key = _key_of(path) if use_cache else None
+    key = _key_of(path, process) if use_cache else None
     if key is None:
-        return read_trace(path, progress)
+        return read_trace(path, progress, process)
     kept = _load(path, key)
     if kept is not None:
         return kept
     is_settled = time.time_ns() - key.ctime_ns > _SETTLED_NS
-    trace = read_trace(path, progress)
+    trace = read_trace(path, progress, process)
     # A trace that changed while it was read, or may do so unnoticed, has no key.
-    if trace.num_events >= WORTH_KEEPING and is_settled and _key_of(path) == key:
+    if trace.num_events >= WORTH_KEEPING and is_settled and _key_of(path, process) == key:
         _store(trace, key)
     return trace
 
 
-def read_trace(path: Path, progress: Progress | None) -> Trace:
+def read_trace(path: Path, progress: Progress | None, process: int | None = None) -> Trace:
     from stepscope.trace import reader
 
-    return reader.read_trace(path, progress)
+    return reader.read_trace(path, progress, process=process)
 
 
-def _name_of(path: Path) -> str:
+def _name_of(path: Path, process: int | None = None) -> str:
     """Return the name of the folder of a trace's columns."""
-    return _hash_of(os.fsencode(path.resolve()))
+    return _hash_of(os.fsencode(path.resolve()) + (b"" if process is None else b"\0%d" % process))
 
 
-def _key_of(path: Path) -> _Key | None:
+def _key_of(path: Path, process: int | None = None) -> _Key | None:
     """Return the current key of a trace; None if it is not a regular file: a pipe can be read only once."""
     try:
         if not path.is_file():
@@ -119,7 +123,7 @@ def _key_of(path: Path) -> _Key | None:
             stream.seek(max(0, status.st_size - _END))
             ends = _hash_of(begin + stream.read(_END))
         times = (status.st_mtime_ns, status.st_ctime_ns)
-        return _Key(status.st_size, *times, status.st_ino, ends, SCHEMA_VERSION, _reader_hash())
+        return _Key(status.st_size, *times, status.st_ino, ends, SCHEMA_VERSION, _reader_hash(), process)
     except OSError:
         return None
 
@@ -132,7 +136,7 @@ def _reader_hash() -> str:
 def _load(path: Path, key: _Key) -> Trace | None:
     """Return the cached trace; None if there is none, it is outdated or damaged, or others may have written it."""
     try:
-        folder = own_folder(FOLDER) / _name_of(path)
+        folder = own_folder(FOLDER) / _name_of(path, key.process)
         kept = msgspec.json.decode(read_own(folder / FACTS_FILE), type=_Kept)
         if kept.key != key:
             return None
@@ -169,7 +173,7 @@ def _store(trace: Trace, key: _Key) -> None:
     """Write a trace's columns under another name, then move them into place; do nothing if that fails."""
     temporary = None
     try:
-        folder = own_folder(FOLDER, create=True) / _name_of(trace.path)
+        folder = own_folder(FOLDER, create=True) / _name_of(trace.path, key.process)
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
         temporary.mkdir(mode=0o700)
         hashes = {}

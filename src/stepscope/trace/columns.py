@@ -224,7 +224,7 @@ class _Piece:
             old = columns.pop("old_external_id")
             new = columns.get("external_id", old)
             columns["external_id"] = new.zip_with(new.is_not_null(), old)
-        return _sound(pl.DataFrame(columns), bad)
+        return with_sound_times(pl.DataFrame(columns), bad)
 
     def _column(self, name: str, values: list[Any]) -> pl.Series:
         dtype = self.schema.get(name, pl.Int64())
@@ -261,7 +261,7 @@ def _durations(joined: bytes) -> pl.Series:
     return durations
 
 
-def _sound(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataFrame:
+def with_sound_times(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataFrame:
     """Return the events with valid times; the others go to `bad`."""
     time = next((name for name in ("start_ns", "time_ns") if name in frame.columns), None)
     if time is None:

@@ -16,8 +16,8 @@ _OTHER_FORMATS = {
     "\xfd7zXZ\0": "is compressed with xz: decompress it with unxz",
     "(\xb5/\xfd": "is compressed with Zstandard: decompress it with unzstd",
     "\x1f\x8b": "is compressed twice with gzip: decompress it with gunzip",
-    "SQLite format 3": "is an SQLite database (like those of Nsight Systems): only PyTorch's JSON traces are "
-    "supported",
+    "SQLite format 3": "is a compressed SQLite database: decompress it with gunzip",
+    "NVIDIA Tegra Profiler": "is a report of Nsight Systems: export it with `nsys export --type sqlite`",
 }
 """Files mistaken for traces, by their beginning."""
 _LONGEST_BEGINNING = max(map(len, _OTHER_FORMATS))

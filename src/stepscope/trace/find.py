@@ -10,7 +10,7 @@ from pathlib import Path
 from stepscope.errors import TraceError, Unavailable, UsageError
 from stepscope.trace.cache import open_trace
 from stepscope.trace.compile_file import COMPILE_FILE, compile_file_of_trace
-from stepscope.trace.kind import BEGINNING, Kind, beginning_of, follow_link, kind_of
+from stepscope.trace.kind import BEGINNING, SQLITE, Kind, beginning_of, follow_link, is_sqlite, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE
 from stepscope.trace.recording import RECORDING_FILE
 from stepscope.trace.source import Document, Source
@@ -18,7 +18,7 @@ from stepscope.trace.tables import Trace, facts_of
 
 TRACE_FOLDER = "trace"
 NOT_TRACES = (RECORDING_FILE, COMPILE_FILE, MEMORY_FILE)
-ENDINGS = (".json", ".json.gz")
+ENDINGS = (".json", ".json.gz", ".sqlite")
 
 # The number in `host_1234.1694….pt.trace.json`, the profiler's own name for a file, is a process: it is no rank.
 RANK_PATTERNS = [
@@ -36,6 +36,8 @@ class TraceFile:
     """As the trace says it before its events, else as all names do; None where neither does."""
     is_said_by_trace: bool = False
     """Else a trace that says its rank after its events is to be believed rather than `rank`."""
+    process: int | None = None
+    """Which process of a file of Nsight Systems, where several used GPUs: each is a rank."""
 
 
 def find_traces(paths: Sequence[Path]) -> list[TraceFile]:
@@ -51,7 +53,20 @@ def find_traces(paths: Sequence[Path]) -> list[TraceFile]:
     for file, in_name in zip(files.values(), ranks_of([file.name for file in files.values()])):
         said = _rank_in_header(file)
         traces.append(TraceFile(file, in_name if said is None else said, said is not None))
-    return sorted(traces, key=lambda trace: (trace.rank or 0, _natural(str(trace.path))))
+    traces.sort(key=lambda trace: (trace.rank or 0, _natural(str(trace.path))))
+    split = [replace(trace, process=process) for trace in traces for process in _processes(trace.path)]
+    if len(split) == len(traces):
+        return split
+    return [replace(trace, rank=rank) for rank, trace in enumerate(split)]
+
+
+def _processes(path: Path) -> list[int] | list[None]:
+    """Return the processes of a trace that Nsight Systems recorded; otherwise one that needs no number."""
+    if not is_sqlite(path):
+        return [None]
+    from stepscope.trace.nsight import gpu_processes
+
+    return gpu_processes(path) or [None]
 
 
 def ranks_of(names: Sequence[str]) -> list[int | None]:
@@ -97,7 +112,10 @@ def _traces_of(path: Path) -> list[Path]:
         raise UsageError(f"{path} is empty")
     traces = [entry for entry in entries if _is_named_like_a_trace(entry) and _may_be_a_trace(entry)]
     if not traces:
-        raise UsageError(f"{path} holds no trace: *.json and *.json.gz with traceEvents were looked for")
+        raise UsageError(
+            f"{path} holds no trace: *.json and *.json.gz with traceEvents, and *.sqlite of Nsight Systems, were "
+            "looked for"
+        )
     return traces
 
 
@@ -135,6 +153,10 @@ def _may_be_a_trace(path: Path) -> bool:
         beginning = b""
     if not beginning:
         return True  # and the reader says what is wrong with it
+    if beginning.startswith(SQLITE):
+        from stepscope.trace.nsight import is_nsight
+
+        return is_nsight(path)
     text = beginning.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text.startswith(b"["):
         return b'"ph"' in text  # every event has its phase
@@ -229,7 +251,8 @@ def two_of_one_rank(rank: int, one: Path, other: Path) -> UsageError:
 
 def _open(files: Sequence[TraceFile], index: int, use_cache: bool, progress: Callable[[float], None]) -> Trace:
     try:
-        trace = open_trace(files[index].path, use_cache=use_cache, progress=progress)
+        file = files[index]
+        trace = open_trace(file.path, process=file.process, use_cache=use_cache, progress=progress)
     except TraceError as error:
         if len(files) == 1:
             raise

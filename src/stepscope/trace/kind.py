@@ -14,6 +14,7 @@ from stepscope.trace.recording import RECORDING_FILE
 STUDY_FILE = "study.json"
 BEGINNING = 1 << 16
 """Bytes that are enough to recognize a file."""
+SQLITE = b"SQLite format 3\0"
 
 
 class Kind(Enum):
@@ -22,7 +23,7 @@ class Kind(Enum):
     RECORDING = "recording"
     """A folder that `stepscope run` or `stepscope.record` wrote."""
     TRACE = "trace"
-    """A trace file of PyTorch's profiler."""
+    """A trace file of PyTorch's profiler, or an SQLite export of Nsight Systems."""
     RANKS = "folder of traces"
     """A folder with one trace per rank."""
     SWEEP = "sweep"
@@ -68,6 +69,15 @@ def kind_of(path: Path) -> Kind:
         return Kind.SNAPSHOT
     is_memory = b'"allocations"' in beginning and b'"traceEvents"' not in beginning
     return Kind.MEMORY if is_memory else Kind.TRACE
+
+
+def is_sqlite(path: Path) -> bool:
+    """Return whether a file begins like an SQLite database, as an export of Nsight Systems is."""
+    try:
+        with open_file(path) as stream:
+            return stream.read(len(SQLITE)) == SQLITE
+    except (OSError, ValueError):  # the reader says what is wrong with it
+        return False
 
 
 def follow_link(path: Path) -> None:

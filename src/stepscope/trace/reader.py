@@ -9,6 +9,7 @@ from stepscope.errors import TraceError
 from stepscope.trace.assemble import Assembler
 from stepscope.trace.decode import Decoded, decode_slice
 from stepscope.trace.fields import LARGEST_HEADER
+from stepscope.trace.kind import is_sqlite
 from stepscope.trace.pool import Pool, Result, num_workers
 from stepscope.trace.scan import LARGEST_EVENT, USUAL_EVENT
 from stepscope.trace.source import SLICE, Document, Slice, Source
@@ -18,11 +19,17 @@ Progress = Callable[[float], None]  # called with the share of the file that has
 WORTH_WORKERS = 6 * SLICE  # from this many bytes on, starting other processes pays off
 
 
-def read_trace(path: Path, progress: Progress | None = None, workers: int | None = None) -> Trace:
-    """Return one trace file, compressed or not.
+def read_trace(
+    path: Path, progress: Progress | None = None, workers: int | None = None, process: int | None = None
+) -> Trace:
+    """Return one trace file: of PyTorch, compressed or not, or one process of an export of Nsight Systems.
 
     Valid parts are read; the rest is counted in `problems`. Raises TraceError if nothing is valid.
     """
+    if is_sqlite(Path(path)):
+        from stepscope.trace.nsight import read_nsight
+
+        return read_nsight(path, process, progress)
     with closing(Source(Path(path))) as source:
         try:
             document = Document(source)
