@@ -108,5 +108,12 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"stepscope.{module}"), "open_session" if name == "open" else name)
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Return nothing; `%load_ext stepscope` makes `%%stepscope` and `%stepscope` known to a notebook."""
+    from stepscope.api.notebook import load
+
+    load(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -190,6 +190,7 @@ def test_a_notebook_shows_verdict_findings_and_tables_without_a_script():
     read = Read(sample_report(EVIL)._repr_html_())
 
     allowed = {"p", "b", "table", "thead", "tbody", "tr", "th", "td", "div", "details", "summary", "pre"}
+    allowed |= {"svg", "title", "line", "path", "text"}  # charts
     assert {tag for tag, _ in read.elements} <= allowed
     text = "".join(read.texts)
     assert "A step takes 40.0 ms" in text and "12.3 ms" in text and SHOWN in text and "8 of 120 rows" in text

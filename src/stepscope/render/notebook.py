@@ -1,29 +1,46 @@
-"""Renders a document for a notebook: the verdict, the first tables, and the whole text folded away.
+"""Renders a document for a notebook: the verdict, the first tables, the timeline, and the whole text folded away.
 
-It has no scripts and no colors, so it looks like the notebook around it.
+It has no scripts and no colors, so it looks like the notebook around it. A timeline needs scripts: it is a page of
+its own, in a frame that can neither reach the notebook nor the network.
 """
 
 import html
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from stepscope.document.model import Bars, Document, Facts, Findings, Part, Table
+from stepscope.document.model import Bars, Document, Facts, Findings, Lines, Part, Section, Table, Timeline
 from stepscope.formatting import cell, heading, is_numeric, safe, title_of
+from stepscope.render.svg import svg_of
 from stepscope.render.terminal import terminal_text
 
 NUM_ROWS, NUM_TABLES = 8, 4
 _LONGEST = 1000
+_FRAME_HEIGHT = "36em"
 _NAME = "text-align:left;min-width:11em;max-width:40em;overflow-wrap:break-word"
 _FIGURE = "text-align:right;white-space:nowrap"
 
 
 def html_of(document: Document) -> str:
-    """Return the document as HTML without scripts, styles of its own or links."""
+    """Return the document as HTML without scripts, styles of its own or links; a timeline is in a frame."""
     parts = [part for section in document.sections for part in section.parts if not part.page_only]
     tables = "".join(islice((_table(*grid) for part in parts for grid in _grids(part)), NUM_TABLES))
+    tables += "".join(f"<div>{svg_of(part)}</div>" for part in parts if isinstance(part, Lines))
+    tables += "".join(_frame(document, section) for section in document.sections if _has_timeline(section))
     text = html.escape(terminal_text(document, width=100))
     whole = f"<details><summary>Full text</summary><pre>{text}</pre></details>"
     return f"<div><p><b>{_escaped(document.verdict)}</b></p>{tables}{whole}</div>"
+
+
+def _has_timeline(section: Section) -> bool:
+    return any(isinstance(part, Timeline) for part in section.parts)
+
+
+def _frame(document: Document, section: Section) -> str:
+    from stepscope.render.page.page import page_of  # only here: without a timeline it is not needed
+
+    page = html.escape(page_of(Document(document.title, "", (section,)), is_framed=True))
+    style = f"width:100%;height:{_FRAME_HEIGHT};border:0"
+    return f'<iframe sandbox="allow-scripts" title="timeline" style="{style}" srcdoc="{page}"></iframe>'
 
 
 Grid = tuple[str, Sequence[str], Sequence[Sequence[str]], Sequence[bool]]

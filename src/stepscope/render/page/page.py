@@ -26,7 +26,8 @@ _SCRIPTS = ("blobs.js", "sections.js", "tables.js", "charts.js", "explorer.js", 
 _TIMELINE = ("timeline_data.js", "timeline_draw.js", "timeline_details.js", "timeline_move.js", "timeline.js")
 
 
-def page_of(report: Document) -> str:
+def page_of(report: Document, is_framed: bool = False) -> str:
+    """Return the page; in a frame of another page, without the list of sections beside them."""
     body = _Body(report)
     sections = "".join(body.section(section) for section in report.sections)
     sources = ["".join(map(_asset, names)) for names in (_SCRIPTS, _TIMELINE)]
@@ -41,7 +42,7 @@ def page_of(report: Document) -> str:
         '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
         f"<title>{escape(report.title, 200)} · stepscope</title>",
         f"<style>{_asset('page.css')}</style>",
-        f"<script>{scripts[0]}</script></head>\n<body>",
+        f"<script>{scripts[0]}</script></head>\n<body{' class=framed' if is_framed else ''}>",
         _bar(report),
         f'<main><p class="verdict">{with_code(report.verdict)}</p>{sections}',
         f'<footer><p>{facts}</p></footer></main>\n',
