@@ -64,7 +64,7 @@ class UsualSteps:
         self._inputs: Inputs = []  # of the open step
         self._thread: int | None = None
         self._optimizer: Callable[[], Any] = lambda: None
-        self._owner = 0
+        self._owner: Any = None  # the number of the optimizer that ends a step, or EXPLICIT
         self._waits = self._fetches = self._steps = False  # for a backward, for data, inside the optimizer
         self._due_ns = self._num_left = 0
         self._num_in_a_row = self._rest = self._num_rested = 0

@@ -1,0 +1,61 @@
+"""A handler for the engines of PyTorch Ignite."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from stepscope.integrations.trainer_recording import TrainerRecording, missing
+
+try:
+    from ignite.engine import Engine, Events
+except ModuleNotFoundError:
+    raise missing("ignite", "pytorch-ignite") from None
+
+if TYPE_CHECKING:
+    from stepscope.recorder.windows import Windows
+
+EVERY = 10
+
+
+class StepscopeHandler:
+    """Records each run of an engine that trains, and puts Stepscope's figures into its `state.metrics`.
+
+    `folder` is where the recording goes (default: a new one under `runs/`). The other arguments are those of
+    `stepscope.record()`.
+
+    >>> StepscopeHandler().attach(trainer, evaluator)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        windows: Windows | None = None,
+        tokens_per_step: int | None = None,
+        force: bool = False,
+    ) -> None:
+        self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
+
+    def attach(self, trainer: Engine, *evaluators: Engine, every: int = EVERY) -> None:
+        """Record `trainer`; runs of `evaluators` are evaluations. Figures are new after `every` iterations."""
+        for evaluator in evaluators:
+            evaluator.add_event_handler(Events.STARTED, lambda _engine: self.recording.evaluation_begins())
+            evaluator.add_event_handler(Events.COMPLETED, lambda _engine: self.recording.evaluation_ended())
+        trainer.add_event_handler(Events.STARTED, self._started)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=every) | Events.EPOCH_COMPLETED, self._updates)
+        trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, lambda _engine: self.recording.end())
+
+    def _started(self, trainer: Engine) -> None:
+        if self.recording.begin():
+            from stepscope.recorder.patches import Patch
+
+            def failed(engine: Engine, error: BaseException) -> None:
+                # A handler for EXCEPTION_RAISED may go on. Adding one would keep the exception from the script.
+                if engine is trainer and Events.EXCEPTION_RAISED not in engine._event_handlers:
+                    self.recording.end(error)
+
+            self.recording.keep(Patch(Engine, "_handle_exception", failed))
+
+    def _updates(self, trainer: Engine) -> None:
+        trainer.state.metrics.update(self.recording.metrics())

@@ -1,0 +1,64 @@
+"""A callback for the Trainer of Lightning."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from stepscope.integrations.trainer_recording import TrainerRecording, missing
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError:
+    try:
+        from pytorch_lightning import Callback
+    except ModuleNotFoundError:
+        raise missing("lightning", "lightning") from None
+
+if TYPE_CHECKING:
+    from stepscope.recorder.windows import Windows
+
+
+class StepscopeCallback(Callback):
+    """Records each `fit()` of a Trainer, and logs Stepscope's figures with its loggers.
+
+    `folder` is where the recording goes (default: a new one under `runs/`). The other arguments are those of
+    `stepscope.record()`.
+
+    >>> trainer = Trainer(callbacks=[StepscopeCallback()])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        windows: Windows | None = None,
+        tokens_per_step: int | None = None,
+        force: bool = False,
+    ) -> None:
+        self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
+        self._last_step = 0
+
+    def on_train_start(self, trainer: Any, _module: Any) -> None:
+        self._last_step = trainer.global_step
+        self.recording.begin()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_args: Any, **_kwargs: Any) -> None:
+        if trainer.global_step == self._last_step:
+            return  # gradients accumulate
+        self._last_step = trainer.global_step
+        self.recording.step()
+        if trainer._logger_connector.should_update_logs and (metrics := self.recording.metrics()):
+            module.log_dict(metrics, on_step=True, on_epoch=False)
+
+    def on_validation_start(self, *_args: Any) -> None:
+        self.recording.evaluation_begins()
+
+    def on_validation_end(self, *_args: Any) -> None:
+        self.recording.evaluation_ended()
+
+    def on_exception(self, _trainer: Any, _module: Any, exception: BaseException) -> None:
+        self.recording.end(exception)
+
+    def on_fit_end(self, *_args: Any) -> None:
+        self.recording.end()
