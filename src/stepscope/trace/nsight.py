@@ -278,7 +278,7 @@ class _Reading:
         if not (frames.get(DEVICE_TABLE.name, DEVICE_TABLE.empty())["kind"] == "kernel").any():
             yield "the export has no kernels: record with `nsys profile --trace=cuda,nvtx`"
         if not (frames.get(HOST.name, HOST.empty())["kind"] == "op").any():
-            yield f"the export has no PyTorch ops: {_RECORD_OPS}"
+            yield f"the export has no PyTorch ops, so all time between CUDA calls counts as Python: {_RECORD_OPS}"
         elif not facts.has_shapes:
             yield f"the export has ops without shapes, so FLOPs and bytes are unknown: {_RECORD_OPS}"
         yield "Nsight Systems does not record dtypes, strides, Python stacks or the memory of tensors"

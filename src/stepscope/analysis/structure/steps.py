@@ -13,6 +13,12 @@ _NO_THREAD = 2**32 - 1
 _UNTIMED = ["overhead", "other"]
 PHASE_PREFIX = "stepscope.phase/"  # prefix of phase names, written by `recorder/trace_window.py`
 _STEP = r"^ProfilerStep#(\d+)$"
+# Ranges that a user named: `step 12`, `train_step`. A number makes the word a step's even if it could mean a phase.
+_RANGES = {
+    r"(?i)^((train|training|global)[ _-]?)*(step|iteration|iter|batch)[ _:#=-]*\d{1,15}$": 1,
+    r"(?i)^((train|training)[ _-]?)*(step|iteration|iter)$": 2,
+}
+"""Patterns, and the least number of ranges that make steps."""
 _BACKWARD = "^autograd::engine::evaluate_function|^torch::autograd::AccumulateGrad$"
 _PATTERNS = {
     "optimizer": r"^Optimizer\.(step|zero_grad)#",
@@ -31,7 +37,7 @@ LABELS = r"^ProfilerStep#\d+$|^Optimizer\.(step|zero_grad)#|^enumerate\(DataLoad
 
 @dataclass(frozen=True)
 class Steps:
-    source: str  # `ProfilerStep`, `optimizer`, `backward`, or `none` (the trace has no steps)
+    source: str  # `ProfilerStep`, `range`, `optimizer`, `backward`, or `none` (the trace has no steps)
     table: pl.DataFrame  # `step`, `start_ns`, `end_ns`, in order and without overlaps
     phases: pl.DataFrame  # `start_ns`, `end_ns`, `phase`, covering all host time without gaps
     phase_source: str
@@ -91,18 +97,19 @@ def _last_at(ordered: pl.Series, times: pl.Series) -> pl.Series:
 
 
 def _main_thread(host: pl.DataFrame, annotations: pl.DataFrame) -> int | None:
-    """Return the thread of the step labels, else of the optimizer, else the one with most ops outside autograd."""
+    """Return the thread of the step labels, else of the optimizer, else the one with most work outside autograd."""
     working = host["thread"].filter(host["kind"] == "op").unique().implode()
     for pattern in (_STEP, _PATTERNS["optimizer"], "^" + re.escape(PHASE_PREFIX)):
         found = annotations.filter(pl.col("name").str.contains(pattern), pl.col("thread").is_in(working))
         if not found.is_empty():
             return int(found["thread"].mode().min())  # type: ignore[arg-type]
     is_root = (host["kind"] == "op") & ~matches(host["name"], "^autograd::")
-    roots = host.select("thread", "self_ns").filter(is_root)
-    if roots.is_empty():
-        return None
-    counts = roots.group_by("thread").agg(pl.col("self_ns").sum()).sort("self_ns", "thread")
-    return int(counts["thread"][-1])
+    for is_own in (is_root, host["kind"].is_in(["runtime", "driver"])):  # without ops, who calls the GPU most
+        roots = host.select("thread", "self_ns").filter(is_own)
+        if not roots.is_empty():
+            counts = roots.group_by("thread").agg(pl.col("self_ns").sum()).sort("self_ns", "thread")
+            return int(counts["thread"][-1])
+    return None
 
 
 def _bursts(host: pl.DataFrame, is_own: pl.Series) -> pl.DataFrame:
@@ -139,11 +146,12 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
         .unique("step", keep="first", maintain_order=True)
         .select("step", "start_ns", "end_ns")
     )
-    if not labeled.is_empty():
-        # A step ends where the next one starts, even if labels overlap.
-        end = pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
-        cut = labeled.with_columns(end.alias("end_ns"))
-        return "ProfilerStep", cut.filter(pl.col("end_ns") > pl.col("start_ns"))
+    for source, named in (("ProfilerStep", labeled), ("range", _ranges(host, annotations))):
+        if not named.is_empty():
+            # A step ends where the next one starts, even if labels overlap.
+            end = pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
+            cut = named.with_columns(end.alias("end_ns"))
+            return source, cut.filter(pl.col("end_ns") > pl.col("start_ns"))
     first = host["start_ns"].filter(~host["kind"].is_in(_UNTIMED)).min()
     # An optimizer may call another: only the outer one is the step.
     labels = annotations.filter(pl.col("name").str.starts_with("Optimizer.step#"))
@@ -155,6 +163,37 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
             table = pl.DataFrame({"step": range(len(ends)), "start_ns": starts, "end_ns": ends})
             return source, table.filter(pl.col("end_ns") > pl.col("start_ns"))
     return "none", pl.DataFrame(schema=dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64))
+
+
+def _ranges(host: pl.DataFrame, annotations: pl.DataFrame) -> pl.DataFrame:
+    """Return the user's ranges that are steps, if any.
+
+    Ranges are alike if only numbers in their names differ. They are steps if they are named so and fill half the time
+    from the first to the last. Without ops, the outermost ranges that fill most of the time are steps too.
+    """
+    name, length = pl.col("name"), pl.col("end_ns") - pl.col("start_ns")
+    chosen = [(annotations.filter(name.str.contains(pattern)), least) for pattern, least in _RANGES.items()]
+    if not (host["kind"] == "op").any():
+        phases = [word for words in _USERS.values() for word in words]
+        is_phase = name.str.to_lowercase().is_in(phases) | name.str.contains("|".join(_PATTERNS.values()))
+        chosen.append((annotations.filter(pl.col("parent").is_null() & ~is_phase), 3))
+    for ranges, least in chosen:
+        alike = ranges.with_columns(name.str.replace_all(r"\d+", "#").alias("alike")).sort("start_ns", "end_ns")
+        is_outer = (pl.col("end_ns") > pl.col("end_ns").cum_max().shift(1)).fill_null(True).over("thread", "alike")
+        outer = alike.filter(is_outer & (length > 0))
+        groups = outer.group_by("thread", "alike").agg(
+            num=pl.len(), covered=length.sum(), span=pl.col("end_ns").max() - pl.col("start_ns").min()
+        )
+        groups = groups.filter(pl.col("num") >= least, 2 * pl.col("covered") >= pl.col("span"))
+        if groups.is_empty():
+            continue
+        best = groups.sort("covered", "thread", "alike").tail(1)
+        found = outer.join(best, on=["thread", "alike"], how="semi", maintain_order="left")
+        number = found["name"].str.extract(r"(\d{1,15})$").cast(pl.Int64)
+        is_counted = number.null_count() == 0 and bool((number.diff() > 0).fill_null(True).all())
+        counted = number if is_counted else pl.int_range(found.height, eager=True)
+        return found.select(counted.alias("step"), "start_ns", "end_ns")
+    return pl.DataFrame(schema=dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64))
 
 
 def _labeled(annotations: pl.DataFrame) -> tuple[dict[str, pl.DataFrame], str]:

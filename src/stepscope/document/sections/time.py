@@ -22,6 +22,7 @@ from stepscope.formatting import duration, plural
 
 STEP_SOURCES = {
     "ProfilerStep": "labeled by the profiler",
+    "range": "labeled by ranges in your code",
     "optimizer": "each ends with an optimizer step",
     "backward": "each ends with a backward",
 }
