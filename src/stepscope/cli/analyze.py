@@ -4,10 +4,10 @@
 copies and casts come from, and how long a step would take without them. --compiler shows what torch.compile did, why,
 and what it cost.
 
-Reads PyTorch profiler traces (.json, .json.gz), a folder with one trace per rank, or a recording. Needs neither torch
-nor a GPU. The parsed trace is kept in your cache folder (~/.cache/stepscope) until the trace changes. --memory also
-reads CUDA memory snapshots (.pickle), without executing them. Given two recordings with different sequence lengths or
-batch sizes, --memory shows how memory grows.
+Reads PyTorch profiler traces (.json, .json.gz), SQLite exports of Nsight Systems (docs/nsight.md), a folder with one
+trace per rank, or a recording. Needs neither torch nor a GPU. The parsed trace is kept in your cache folder
+(~/.cache/stepscope) until the trace changes. --memory also reads CUDA memory snapshots (.pickle), without executing
+them. Given two recordings with different sequence lengths or batch sizes, --memory shows how memory grows.
 
 examples:
   stepscope analyze trace.json.gz

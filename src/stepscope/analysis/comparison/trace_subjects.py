@@ -18,7 +18,7 @@ OUTSIDE = "outside every module"
 NO_OP = "outside every op"
 NO_MODULES = "the trace has no module labels: record one with stepscope run SCRIPT"
 NO_STEPS = (
-    "the trace does not mark where steps end: call profiler.step(), name a range `step 12`, or use stepscope run"
+    "the trace does not mark where steps end: call profiler.step(), name ranges `step 12`, or use stepscope run"
 )
 NO_MEMORY = "the trace has no memory totals: use profile(profile_memory=True), or stepscope run SCRIPT"
 # With more GPU work outside of steps, figures per step are not exact.
