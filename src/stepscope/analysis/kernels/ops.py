@@ -102,7 +102,8 @@ def _device_ns(linked: Linked, end: pl.Series) -> pl.Series:
     """Return the GPU work launched anywhere inside each event, which ends before row `end`."""
     work = linked.device.filter(pl.col("op").is_not_null()).group_by("op").agg(pl.col("duration_ns").sum())
     before = pl.zeros(len(end) + 1, pl.Int64, eager=True).scatter(work["op"] + 1, work["duration_ns"]).cum_sum()
-    return (before.gather(end) - before.head(len(end))).alias("device_ns")
+    inside: pl.Series = before.gather(end) - before.head(len(end))
+    return inside.alias("device_ns")
 
 
 def _with_inner(table: pl.DataFrame) -> pl.DataFrame:
