@@ -6,8 +6,9 @@ reads all steps again; this one keeps the last ones, and sums of those before.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import median, quantiles
-from typing import NamedTuple
 
 from stepscope.recorder import windows
 from stepscope.recorder.clock import BEFORE_BACKWARD, BEFORE_FORWARD, BETWEEN_STEPS, DATA, OTHER
@@ -20,8 +21,9 @@ _NOT_PASSES = frozenset((*BETWEEN_STEPS, *_GAPS, DATA))
 _FENCE, _LEAST_EXCESS, _LEAST_GAP = 7.0, 1.5, 0.05
 
 
-class Step(NamedTuple):
-    """A finished step."""
+@dataclass
+class Step:
+    """A finished step. Its sums are computed once, and only if someone asks for the figures."""
 
     window: str
     wall_ns: int
@@ -29,20 +31,20 @@ class Step(NamedTuple):
     batch: tuple[int, int, int]  # tokens, samples, micro-batches
     num_compiles: int
 
-    @property
+    @cached_property
     def is_undisturbed(self) -> bool:
         return self.window in (windows.CLEAN, windows.FREE) and not self.num_compiles
 
-    @property
+    @cached_property
     def own_ns(self) -> int:
         """The step without what the loop does between steps."""
         return self.wall_ns - sum(ns for name, ns in self.host_ns.items() if name in BETWEEN_STEPS)
 
-    @property
+    @cached_property
     def pass_ns(self) -> int:
         return sum(ns for name, ns in self.host_ns.items() if name not in _NOT_PASSES)
 
-    @property
+    @cached_property
     def gap_ns(self) -> int:
         return sum(self.host_ns.get(name, 0) for name in _GAPS)
 
