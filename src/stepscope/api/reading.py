@@ -143,6 +143,7 @@ def sql(
     *,
     rank: int | None = None,
     memory_limit: str | int | None = None,
+    rows: int | None = None,
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
     warn: Callable[[str], None] | None = None,
@@ -150,8 +151,8 @@ def sql(
     """Return the rows of an SQL query over the tables of a trace, as a polars DataFrame.
 
     docs/tables.md describes the tables. A query runs in a process of its own, which can open no file and may take
-    `memory_limit` (default 2GiB) besides the tables. `path` None is the latest run; `warn` receives problems in the
-    trace.
+    `memory_limit` (default 2GiB) besides the tables. It ends after `rows` rows if that is given. `path` None is the
+    latest run; `warn` receives problems in the trace.
 
     >>> sql("trace.json.gz", "select name, sum(duration_ns) from device group by name")  # doctest: +SKIP
     """
@@ -164,7 +165,7 @@ def sql(
     refuse_other_than_query(query)
     limit = bytes_of(memory_limit) or MEMORY_LIMIT_BYTES
     session = open_session(path, rank=rank, use_cache=use_cache, progress=progress)
-    return run_query(tables_of(session, warn or (lambda text: None)), query, limit)
+    return run_query(tables_of(session, warn or (lambda text: None)), query, limit, rows)
 
 
 def report(

@@ -39,6 +39,7 @@ GROUPS = {
     "for this machine": {
         "list": "list workloads, rules, fixes and studies",
         "doctor": "show what Stepscope can measure here",
+        "mcp": "serve recordings and traces to a coding agent",
     },
 }
 VERBS = {name: text for verbs in GROUPS.values() for name, text in verbs.items()}

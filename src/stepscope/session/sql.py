@@ -50,9 +50,12 @@ def tables_of(session: Session, warn: Callable[[str], None] = lambda text: None)
 
 
 def run_query(
-    tables: Mapping[str, pl.DataFrame], query: str, memory_limit_bytes: int = MEMORY_LIMIT_BYTES
+    tables: Mapping[str, pl.DataFrame],
+    query: str,
+    memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+    most_rows: int | None = None,
 ) -> pl.DataFrame:
-    """Return the rows of one query, run in a process of its own; UsageError in one line if it fails."""
+    """Return the rows of one query, at most `most_rows`, run in a process of its own; UsageError if it fails."""
     if sys.platform == "win32":
         raise UsageError("sql needs Linux or macOS: a query runs in a process that can open no files")
     named = {name: table for name, table in tables.items() if name in query.lower()} or tables
@@ -66,7 +69,7 @@ def run_query(
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            sql_process.send(process.stdin, [query, memory_limit_bytes], named)
+            sql_process.send(process.stdin, [query, memory_limit_bytes, most_rows], named)
             wrong, answer = sql_process.receive(process.stdout)
         except (BrokenPipeError, EOFError):
             process.wait()

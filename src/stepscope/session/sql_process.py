@@ -27,14 +27,15 @@ class QueryError(Exception):
     """What is wrong with a query, in one line."""
 
 
-def execute(tables: Mapping[str, pl.DataFrame], query: str) -> pl.DataFrame:
-    """Return the rows of one query. Names and kinds are plain text in it, as SQL expects."""
+def execute(tables: Mapping[str, pl.DataFrame], query: str, most_rows: int | None = None) -> pl.DataFrame:
+    """Return the rows of one query, at most `most_rows`. Names and kinds are plain text in it, as SQL expects."""
     as_text = (cs.categorical() | cs.enum()).cast(pl.String)
     lazy = {name: table.lazy().with_columns(as_text) for name, table in tables.items()}
     try:
         answer = pl.SQLContext(lazy).execute(query, eager=False)
         # Polars reads 100.0 as a decimal, which is not what people mean by it.
-        return answer.with_columns(cs.decimal().cast(pl.Float64)).collect()
+        answer = answer.with_columns(cs.decimal().cast(pl.Float64))
+        return (answer if most_rows is None else answer.head(most_rows)).collect()
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
         text = str(error).strip()
         # An answer about a file would say whether it exists, or quote its first line.
@@ -89,10 +90,10 @@ def receive(stream: IO[bytes]) -> tuple[Any, dict[str, pl.DataFrame]]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
-    (query, memory_limit_bytes), tables = receive(sys.stdin.buffer)
+    (query, memory_limit_bytes, most_rows), tables = receive(sys.stdin.buffer)
     lock(memory_limit_bytes)
     try:
-        send(answers, None, {"answer": execute(tables, query)})
+        send(answers, None, {"answer": execute(tables, query, most_rows)})
     except QueryError as error:
         send(answers, str(error), {})
 

@@ -1,0 +1,1 @@
+"""The server for coding agents, `stepscope mcp`."""
