@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import stepscope as stepscope_module
@@ -220,6 +222,7 @@ def test_counts_are_attributes_and_need_no_clock(stepscope):
     assert (result.flops, result.graph_breaks, result.recompiles) == (256, 0, 0)
     assert result.ops == sum(result.ops_by_name.values())
     assert result.ops_by_name["aten::linear"] == 1 and "aten::clone" not in result.ops_by_name
+    assert "aten::item" not in result.ops_by_name  # Stepscope reads the loss, but not in this step
     assert more.ops == result.ops + 2 and more.ops_by_name["aten::clone"] == 2
     assert more.copied_bytes == result.copied_bytes + 2 * 2 * INPUTS.nbytes
     with pytest.raises(Unavailable, match="kernels are counted on a GPU, and this step ran on "):
@@ -301,6 +304,17 @@ def test_the_summary_is_markdown_for_a_pull_request(project, baseline, pytester)
 
     project(0, "", "--stepscope-update", "--stepscope-summary", "summary.md")
     assert "written to test\\_step.baseline.json" in (pytester.path / "summary.md").read_text()
+
+
+def test_the_workflow_in_the_docs_is_one_and_its_options_exist(pytestconfig):
+    page = Path(__file__).parents[2] / "docs" / "testing.md"
+    [workflow] = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+    steps = yaml.safe_load(workflow)["jobs"]["step"]["steps"]
+    words = steps[-1]["run"].split()
+    assert words[0] == "pytest" and all("run" in step or "uses" in step for step in steps)
+    for option in re.findall(r"--(stepscope-\w+)", page.read_text(encoding="utf-8")):
+        pytestconfig.getoption(option.replace("-", "_"))
 
 
 @pytest.mark.long
