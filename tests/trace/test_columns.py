@@ -33,6 +33,7 @@ def test_an_op_with_all_it_carries(seed):
         "duration_ns": 7_250,
         "correlation": None,
         "external_id": 2,
+        "record_function": None,
         "sequence": 40,
         "forward_thread": 0,
         "shapes": "[[8, 16], [16, 4]]",

@@ -86,8 +86,8 @@ _CATEGORY = {
     "python": "python_function", "overhead": "overhead", "other": "other",
     "kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset",
 }  # fmt: skip
-_HOST_ARGS = {"External id": "external_id", "Sequence number": "sequence", "Fwd thread id": "forward_thread",
-              "correlation": "correlation"}  # fmt: skip
+_HOST_ARGS = {"External id": "external_id", "Record function id": "record_function", "Sequence number": "sequence",
+              "Fwd thread id": "forward_thread", "correlation": "correlation"}  # fmt: skip
 _HOST_JSON = {"Input Dims": "shapes", "Input type": "dtypes", "Input Strides": "strides", "Concrete Inputs": "inputs"}
 _DEVICE_ARGS = {"External id": "external_id", "correlation": "correlation", "device": "device", "stream": "stream",
                 "bytes": "bytes", "registers per thread": "registers_per_thread",

@@ -27,7 +27,7 @@ ENDS = Table("ends", "End events.", _EDGE)
 
 # Arguments that each kind of event has; the table's other columns are null.
 _ID = ("external_id", "old_external_id")
-_OP = (*_ID, "sequence", "forward_thread", "shapes", "dtypes", "strides", "inputs", "stack")
+_OP = (*_ID, "record_function", "sequence", "forward_thread", "shapes", "dtypes", "strides", "inputs", "stack")
 _GPU = (*_ID, "correlation", "device", "stream", "graph", "graph_node")
 _CARRIED: dict[tuple[str, str], tuple[str, ...]] = {
     ("host", "op"): _OP,

@@ -13,6 +13,7 @@ class Args(msgspec.Struct, frozen=True, gc=False):
 
     external_id: Number = field(name="External id", default=None)
     old_external_id: Number = field(name="external id", default=None)
+    record_function: Number = field(name="Record function id", default=None)
     sequence: Number = field(name="Sequence number", default=None)
     forward_thread: Number = field(name="Fwd thread id", default=None)
     inputs: Raw = field(name="Concrete Inputs", default=NOTHING)

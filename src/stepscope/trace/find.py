@@ -10,6 +10,7 @@ from pathlib import Path
 from stepscope.errors import TraceError, Unavailable, UsageError
 from stepscope.trace.cache import open_trace
 from stepscope.trace.compile_file import COMPILE_FILE, compile_file_of_trace
+from stepscope.trace.execution_trace import process_of, with_inputs
 from stepscope.trace.kind import BEGINNING, SQLITE, Kind, beginning_of, follow_link, is_sqlite, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE
 from stepscope.trace.recording import RECORDING_FILE
@@ -38,6 +39,8 @@ class TraceFile:
     """Else a trace that says its rank after its events is to be believed rather than `rank`."""
     process: int | None = None
     """Which process of a file of Nsight Systems, where several used GPUs: each is a rank."""
+    execution_traces: tuple[tuple[str, Path], ...] = ()
+    """Files that may have the inputs of its ops, each with its process."""
 
 
 def find_traces(paths: Sequence[Path]) -> list[TraceFile]:
@@ -49,15 +52,32 @@ def find_traces(paths: Sequence[Path]) -> list[TraceFile]:
                 files.setdefault(file.resolve(), file)
         except OSError as error:
             raise TraceError(f"{error.filename or path}: {error.strerror or error}") from None
+    beside = tuple((process, file) for file in files.values() if (process := _execution_trace(file)) is not None)
+    for _, other in beside:
+        del files[other.resolve()]
+    if beside and not files:
+        raise UsageError(
+            f"{beside[0][1]} is an execution trace: it has the inputs of ops but no times. Name the trace of the "
+            "profiler too, or a folder with both"
+        )
     traces = []
     for file, in_name in zip(files.values(), ranks_of([file.name for file in files.values()])):
         said = _rank_in_header(file)
-        traces.append(TraceFile(file, in_name if said is None else said, said is not None))
+        rank = in_name if said is None else said
+        traces.append(TraceFile(file, rank, said is not None, execution_traces=beside))
     traces.sort(key=lambda trace: (trace.rank or 0, _natural(str(trace.path))))
     split = [replace(trace, process=process) for trace in traces for process in _processes(trace.path)]
     if len(split) == len(traces):
         return split
     return [replace(trace, rank=rank) for rank, trace in enumerate(split)]
+
+
+def _execution_trace(path: Path) -> str | None:
+    """Return the process of an execution trace; None for any other file."""
+    try:
+        return process_of(beginning_of(path))
+    except OSError:
+        return None  # the reader says what is wrong with it
 
 
 def _processes(path: Path) -> list[int] | list[None]:
@@ -160,6 +180,8 @@ def _may_be_a_trace(path: Path) -> bool:
     text = beginning.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text.startswith(b"["):
         return b'"ph"' in text  # every event has its phase
+    if process_of(text) is not None:
+        return True  # not one, but it tells more about one
     return b'"traceEvents"' in text or not text.startswith(b"{") or _has_events(path)
 
 
@@ -250,11 +272,14 @@ def two_of_one_rank(rank: int, one: Path, other: Path) -> UsageError:
 
 
 def _open(files: Sequence[TraceFile], index: int, use_cache: bool, progress: Callable[[float], None]) -> Trace:
+    file = files[index]
     try:
-        file = files[index]
         trace = open_trace(file.path, process=file.process, use_cache=use_cache, progress=progress)
     except TraceError as error:
         if len(files) == 1:
             raise
         raise TraceError(f"{error}; to go on without it, move it elsewhere or name the other files") from None
-    return replace(trace, compiler=compile_file_of_trace(files[index].path))
+    for process, path in file.execution_traces:
+        if process in trace.threads["pid"]:
+            trace = with_inputs(trace, path)
+    return replace(trace, compiler=compile_file_of_trace(file.path))

@@ -37,7 +37,7 @@ _NO_STREAM = 2**32 - 1
 
 _ABI = r"(_ptsz|_ptds)?_v\d{4,5}$"  # of `cudaLaunchKernel_v7000`
 _EMITTED = (
-    r"^(?P<op>.*?)(?:, seq = (?P<sequence>\d{1,18}))?(?:, op_id = (?P<id>\d+))?"
+    r"^(?P<op>.*?)(?:, seq = (?P<sequence>\d{1,18}))?(?:, op_id = (?P<id>\d{1,18}))?"
     r"(?:, sizes = (?P<shapes>\[[\[\]\d, -]*\]))?(?:, input_op_ids = \[.*\])?$"
 )
 """The text that `torch.autograd.profiler.emit_nvtx` gives an op: the parts that it knows, in this order."""
@@ -163,20 +163,20 @@ class _Reading:
         ranges = found.filter(pl.col("eventType").is_in(_RANGE_TYPES), pl.col("duration_ns").is_not_null())
         self.counts["X", _RANGES, None] += found.height - ranges.height
         named = self._named(ranges, "textId").with_columns(pl.coalesce("text", "name").alias("text"))
-        parts = named["text"].str.extract_groups(_EMITTED).struct.unnest()
-        is_emitted = parts.select((pl.col("sequence").is_not_null() | pl.col("id").is_not_null()).fill_null(False))
-        is_op = parts["op"].str.contains(_OP).fill_null(False) | parts["sequence"].is_not_null()
-        is_op = is_op & is_emitted.to_series()
-        name = parts["op"].zip_with(is_emitted.to_series(), named["text"]).alias("name")
-        is_backward = parts["op"].str.contains(_BACKWARD).fill_null(False)
-        sequence = parts["sequence"].cast(pl.Int64).alias("sequence")
-        ranges = named.drop("text", "eventType").with_columns(
-            name, sequence, parts["shapes"].cast(pl.Categorical()),
-            # A thread's number is not recorded: one thread is taken to run every forward.
-            forward_thread=pl.when(sequence.is_not_null()).then(is_backward.cast(pl.Int64)),
-        )  # fmt: skip
+        parts = named.with_columns(pl.col("text").str.extract_groups(_EMITTED).struct.unnest())
+        op, sequence = pl.col("op"), pl.col("sequence")
+        is_emitted = sequence.is_not_null() | pl.col("id").is_not_null()
+        is_op = is_emitted & (op.str.contains(_OP) | sequence.is_not_null())
         kind = pl.when(is_op).then(pl.lit("op")).otherwise(pl.lit("annotation"))
-        self._keep(_RANGES, HOST.name, self._on_thread(ranges, kind))
+        ranges = self._on_thread(parts, kind).with_columns(
+            pl.when(is_emitted).then("op").otherwise("text").alias("name"),
+            sequence.cast(pl.Int64),
+            pl.col("shapes").cast(pl.Categorical()),
+            # A thread's number is not recorded: one thread is taken to run every forward.
+            forward_thread=pl.when(sequence.is_not_null()).then(op.str.contains(_BACKWARD).cast(pl.Int64)),
+            record_function=pl.col("id").cast(pl.Int64),
+        )
+        self._keep(_RANGES, HOST.name, ranges.drop("text", "eventType", "op", "id"))
 
     def _overheads(self) -> None:
         for table in _OVERHEADS:

@@ -79,6 +79,7 @@ HOST = Table(
         DURATION,
         CORRELATION,
         EXTERNAL_ID,
+        Column("record_function", pl.Int64, "Number of the call, the same in an execution trace of the run."),
         Column("sequence", pl.Int64, "Autograd's sequence number: the same in a forward op and its backward."),
         Column("forward_thread", pl.Int64, "Autograd's number for the forward thread; 0 in the forward itself."),
         Column("shapes", pl.Categorical(), "Sizes of the inputs, JSON as recorded."),
