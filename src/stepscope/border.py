@@ -101,7 +101,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 # -- schemas ------------------------------------------------------------------------------------------------------
 # A schema is one of the names below; [schema] for a list, (schema,) for one that is not empty; or an object as a dict
 # of field to schema, where `name?` may be absent, `name~` also null, and `*` stands for every other field (`*~`: or
-# null).
+# null). Without `*`, other fields must be plain.
 
 COUNT, NUMBER, INTEGER, TEXT, FLAG = "a count", "a number", "an integer", "a text", "true or false"
 TIME = "a time in nanoseconds"  # more than none
@@ -135,19 +135,19 @@ def check(value: Any, schema: Any, where: str = "") -> None:
         if not isinstance(value, dict):
             raise NotOfSchema(f"{where or 'it'} is not an object")
         before = f"{where}." if where else ""
-        for name, inner in schema.items():
-            field = name.rstrip("?~")
+        names = {name.rstrip("?~"): name for name in schema}
+        for field, name in names.items():
             is_left_out = (
                 field not in value if name.endswith("?") else value.get(field) is None and name.endswith("~")
             )
             if field != "*" and not is_left_out:
-                check(value.get(field), inner, before + field)
-        others = schema.get("*", schema.get("*~"))
-        for name, found in value.items() if others is not None else ():
-            if not {name, f"{name}?", f"{name}~"} & schema.keys():
+                check(value.get(field), schema[name], before + field)
+        if len(value) > len(schema) or "*" in names or not value.keys() <= names.keys():
+            others = schema.get("*", schema.get("*~", PLAIN))
+            for name in value.keys() - names.keys():
                 check(name, TEXT, f"a name in {where or 'it'}")
-                if found is not None or "*" in schema:
-                    check(found, others, before + name[:80])
+                if value[name] is not None or "*" in schema:
+                    check(value[name], others, before + name[:80])
 
 
 def is_count(value: Any) -> TypeGuard[int]:

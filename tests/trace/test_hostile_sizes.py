@@ -16,9 +16,10 @@ import pytest
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.analysis.kernels.ops import ops
 from stepscope.analysis.structure.links import link
+from stepscope.rows import BadRow, read_rows
 from stepscope.trace.recording import read_recording
 from trace_builder import TraceBuilder
-from verbs import answers
+from verbs import answers, run_verb
 
 # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -79,6 +80,27 @@ def test_the_reasons_of_throttling_are_as_many_as_nvml_has(tmp_path):
 
     assert len(recording.counters) == 65 and recording.counters[-1].throttle == ("reason 1",)
     assert recording.warnings == ("counters.jsonl: 937 line(s) could not be read and were skipped",)
+
+
+@pytest.mark.parametrize("deep", ["1e999", '"\\ud800"', "[" * 300 + "]" * 300])
+def test_a_field_that_no_schema_names_must_be_plain(deep, tmp_path):
+    folder = write_recording(tmp_path / "run", cpu_facts(), [sample(step) for step in range(9)])
+    written = (folder / "recording.json").read_text()
+    (folder / "recording.json").write_text(written.replace('"num_total"', f'"unknown": [{deep}], "num_total"'))
+
+    said = run_verb("show", folder, "--json")
+    assert "parameters" in json.loads(said.stdout)["warnings"][0] and "parameters.unknown" in said.stdout
+    row = {"hash": "a", "workload": "w", "status": "ok", "config": {}, "run": {}, "unknown": 1}
+    (tmp_path / "results.jsonl").write_text(json.dumps(row).replace("1}", f'{{"x": {deep}}}}}') + "\n")
+    with pytest.raises(BadRow, match=r"line 1 is not a valid row.*unknown"):
+        read_rows(tmp_path / "results.jsonl")
+
+
+def test_a_rank_can_have_any_number(tmp_path):
+    environment = {**cpu_facts()["environment"], "rank": 2**62}
+    folder = write_recording(tmp_path / "run", cpu_facts(environment=environment), [sample(0), sample(1)])
+
+    assert "missing: 0, 1, 2" in answers("show {}", folder)
 
 
 # -- traces -------------------------------------------------------------------------------------------------------

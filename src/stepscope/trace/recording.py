@@ -130,7 +130,8 @@ def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
     except (OSError, ValueError) as error:
         raise RecordingError(f"{path} is not a Stepscope recording: {getattr(error, 'strerror', error)}") from None
     try:
-        check(written, {"schema_version": COUNT, "status": TEXT})
+        names = {"schema_version": COUNT, "status": TEXT}
+        check({name: written.get(name) for name in names} if isinstance(written, dict) else written, names)
     except NotOfSchema as error:
         raise RecordingError(f"{path} is not a Stepscope recording: {error}") from None
     version = written["schema_version"]
