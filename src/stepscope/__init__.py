@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         diagnose,
         export,
         improve,
+        log,
         phase,
         plan,
         read,
@@ -71,8 +72,8 @@ __all__ = [
     "MissingDependencyError", "NotComparableError", "Plan", "PrecisionChange", "Prediction", "Recorder",
     "RecordingError", "Session", "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable",
     "UsageError", "Verification", "WhatIf", "Windows", "__version__", "analyze", "audit", "bench", "compare",
-    "configure_precision", "diagnose", "export", "improve", "open", "phase", "plan", "read", "record", "report",
-    "sql", "step", "tune", "verify", "what_if",
+    "configure_precision", "diagnose", "export", "improve", "log", "open", "phase", "plan", "read", "record",
+    "report", "sql", "step", "tune", "verify", "what_if",
 ]  # fmt: skip
 _MODULES = {
     "analysis.comparison.compare": "Comparison",

@@ -4,10 +4,11 @@ from stepscope.api.improvement import improve
 from stepscope.api.reading import analyze, compare, diagnose, export, read, report, sql, what_if
 from stepscope.api.recording import Recorder, audit, configure_precision, phase, record, step
 from stepscope.api.sweeps import bench, plan
+from stepscope.api.tracking import log
 from stepscope.api.tuning import tune
 from stepscope.api.verification import verify
 
 __all__ = [
     "Recorder", "analyze", "audit", "bench", "compare", "configure_precision", "diagnose", "export", "improve",
-    "phase", "plan", "read", "record", "report", "sql", "step", "tune", "verify", "what_if",
+    "log", "phase", "plan", "read", "record", "report", "sql", "step", "tune", "verify", "what_if",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from stepscope.recorder.precision.settings import PrecisionChange
     from stepscope.recorder.session import Session
     from stepscope.recorder.windows import Windows
+    from stepscope.trackers.follow import LiveLog
+    from stepscope.trackers.tracker import Target
 
 
 def _peak_flops(name: str) -> Mapping[str, int] | None:
@@ -64,8 +66,13 @@ class Recorder(ContextDecorator):
         windows: Windows | None,
         tokens_per_step: int | None,
         force: bool,
+        log_to: Sequence[str],
+        metrics_file: str | os.PathLike[str] | None,
+        otlp: bool,
     ) -> None:
         self.folder = Path(folder)
+        self._log_to, self._metrics_file, self._otlp = log_to, metrics_file, otlp
+        self._live_log: LiveLog | None = None
         self._model, self._optimizer, self._windows = model, optimizer, windows
         self._tokens_per_step, self._force = tokens_per_step, force
         self._session: Session | None = None
@@ -83,6 +90,7 @@ class Recorder(ContextDecorator):
         from stepscope.recorder.session import Session
         from stepscope.recorder.windows import Windows
 
+        targets, rank = self._targets()
         try:
             prepare_folder(self.folder, self._force, keep_ranks=rank_and_world_size()[1] > 1)
             windows = self._windows or Windows()
@@ -97,7 +105,21 @@ class Recorder(ContextDecorator):
         except ValueError as error:
             raise RecordingError(str(error)) from None
         self._session.start()
+        if targets:
+            from stepscope.trackers.follow import LiveLog
+
+            self._live_log = LiveLog(self.folder, targets, rank)
         return self
+
+    def _targets(self) -> tuple[Sequence[Target], int]:
+        """Return what this process logs to while it records, and its rank."""
+        if not (self._log_to or self._metrics_file or self._otlp):
+            return (), 0
+        from stepscope.recorder.processes.rank import rank_and_world_size
+        from stepscope.trackers.follow import targets_of
+
+        rank = rank_and_world_size()[0] or 0
+        return targets_of(self._log_to, self._metrics_file, self._otlp, rank), rank
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -108,6 +130,10 @@ class Recorder(ContextDecorator):
             status, facts = ending(error)
             del facts["exit_code"]  # the process goes on
             self._session.close(status, error, **facts)
+            if self._live_log is not None:
+                from stepscope.recorder.wall import tell
+
+                self._live_log.end(tell)
 
     def step(self, tokens: int | None = None, loss: Any = None) -> None:
         """Return nothing; end a step here, with its number of tokens and its loss if you like."""
@@ -133,18 +159,24 @@ def record(
     windows: Windows | None = None,
     tokens_per_step: int | None = None,
     force: bool = False,
+    log_to: str | Sequence[str] = (),
+    metrics_file: str | os.PathLike[str] | None = None,
+    otlp: bool = False,
 ) -> Recorder:
     """Return a recorder of the steps of a block of code: a context manager and a decorator.
 
     Its `.result` is the card. Stepscope finds the model and the optimizer by itself in most loops; naming the model
     includes the first steps too. `windows` sets how many steps are warm-up, timed and traced. `force` replaces a
-    recording that exists. With STEPSCOPE_DISABLE=1 it costs nothing.
+    recording that exists. `log_to` names trackers that show the run live (`"tensorboard:logs"`), `metrics_file` is
+    written for Prometheus, and `otlp` sends to an OpenTelemetry collector: see docs/trackers.md. With
+    STEPSCOPE_DISABLE=1 it costs nothing.
 
     >>> with record("runs/example", model=model) as rec:  # doctest: +SKIP
     ...     for batch in batches:
     ...         rec.step(loss=train_step(batch))
     """
-    return Recorder(folder, model, optimizer, windows, tokens_per_step, force)
+    names = [log_to] if isinstance(log_to, str) else log_to
+    return Recorder(folder, model, optimizer, windows, tokens_per_step, force, names, metrics_file, otlp)
 
 
 def audit(

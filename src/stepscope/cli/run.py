@@ -9,6 +9,7 @@ history to snapshot.pickle.
 examples:
   stepscope run train.py --lr 3e-4
   stepscope run -o runs/baseline --exit-after train.py
+  stepscope run --log-to tensorboard:logs train.py
   stepscope run -m mypackage.train --config small.toml
   stepscope run -o runs/ddp torchrun --nproc-per-node 8 train.py
   torchrun --nproc-per-node 8 -m stepscope run -o runs/ddp train.py
@@ -18,6 +19,7 @@ import argparse
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from os import getpid  # the script may replace what `os` has
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from stepscope.recorder.processes.launch import Program
     from stepscope.recorder.processes.options import Options
     from stepscope.recorder.session import Session
+    from stepscope.trackers.follow import LiveLog
+    from stepscope.trackers.tracker import Target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exit-after", action="store_true", help="stop the script when the measurement is complete")
     add("--inference", action="store_true", help="count each forward pass as a step (no training)")
     add("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
+    add(
+        "--log-to",
+        action="append",
+        default=[],
+        metavar="TRACKER",
+        help="log live: mlflow, wandb, tensorboard, trackio",
+    )
+    add("--metrics-file", type=Path, metavar="FILE", help="write figures for Prometheus's node_exporter")
+    add("--otlp", action="store_true", help="send figures to an OpenTelemetry collector")
     add("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
     add("--quiet", action="store_true", help="suppress progress output and the card")
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m")
@@ -82,8 +95,9 @@ def main(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
 
+    targets = _targets(arguments)
     wall.raise_up()
-    run = _Run(arguments, windows)
+    run = _Run(arguments, windows, targets)
     end_late, torch_is_here, ended = (
         wall.guarded(launch.own_imports()(each)) for each in (run.end_late, run.torch_is_here, run.ended)
     )
@@ -125,8 +139,9 @@ def main(arguments: argparse.Namespace) -> int:
 class _Run:
     """One recording from the command line; it exists before torch is imported."""
 
-    def __init__(self, arguments: argparse.Namespace, windows: Any) -> None:
-        self._arguments, self._windows = arguments, windows
+    def __init__(self, arguments: argparse.Namespace, windows: Any, targets: "Sequence[Target]") -> None:
+        self._arguments, self._windows, self._targets = arguments, windows, targets
+        self._live_log: LiveLog | None = None
         self._facts: dict[str, Any] = {}
         self._session: Session | None = None
         self._fixes: AppliedFixes | None = None
@@ -168,6 +183,10 @@ class _Run:
             sha256=file_hash(Path(program.file)),
         )
         self._write(files.STATUS_INTERRUPTED)
+        if self._targets:
+            from stepscope.trackers.follow import LiveLog
+
+            self._live_log = LiveLog(self.folder, self._targets, rank)
         self._options = Options(
             folder=self.folder,
             windows=self._windows,
@@ -234,6 +253,8 @@ class _Run:
             tell(f"the recordings of the processes stay apart: {error}")
         if self._arguments.json or not self._arguments.quiet:
             _show(self.folder, self._arguments.json, *self._card_stream)
+        if self._live_log is not None:
+            self._live_log.end(tell)
 
     def _write(self, status: str) -> None:
         from stepscope.recorder import files
@@ -246,6 +267,16 @@ class _Run:
 
         if not self._arguments.quiet and not int(os.environ.get("RANK", "0")):
             tell(line)
+
+
+def _targets(arguments: argparse.Namespace) -> "Sequence[Target]":
+    """Return what this process logs to while it runs."""
+    if not (arguments.log_to or arguments.metrics_file or arguments.otlp):
+        return ()
+    from stepscope.trackers.follow import targets_of
+
+    rank = int(os.environ.get("RANK", "0"))
+    return targets_of(arguments.log_to, arguments.metrics_file, arguments.otlp, rank)
 
 
 def _has_processes() -> bool:

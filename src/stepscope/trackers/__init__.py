@@ -1,0 +1,1 @@
+"""Runs, sweeps and studies in experiment trackers, Prometheus and OpenTelemetry: while they run, and afterwards."""

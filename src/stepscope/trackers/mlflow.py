@@ -1,0 +1,72 @@
+"""MLflow: a run in the tracking server or store that MLflow is set to use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepscope.trackers.tracker import Point, Run
+
+EXPERIMENT = "stepscope"
+MOST_METRICS, MOST_PARAMETERS, MOST_CHARACTERS = 1000, 100, 500  # of one request; of a parameter
+
+
+def open_run(where: str | None, run: Run) -> MLflow:
+    """Return a run in a tracking URI, by default MLflow's own, in the experiment MLFLOW_EXPERIMENT_NAME."""
+    # A server that does not answer would otherwise be asked for minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=where)
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+    experiment = client.get_experiment_by_name(name)
+    tags = {"stepscope.group": run.group} if run.group else {}
+    run_id = client.create_run(
+        experiment.experiment_id if experiment is not None else client.create_experiment(name),
+        run_name=run.name,
+        tags=tags,
+    ).info.run_id
+    return MLflow(client, run_id, run)
+
+
+class MLflow:
+    """One run of MLflow."""
+
+    def __init__(self, client: Any, run_id: str, run: Run) -> None:
+        from mlflow.entities import Param
+
+        self._client, self._run_id = client, run_id
+        found = [Param(name, str(value)[:MOST_CHARACTERS]) for name, value in run.parameters.items()]
+        for start in range(0, len(found), MOST_PARAMETERS):
+            client.log_batch(run_id, params=found[start : start + MOST_PARAMETERS])
+
+    def log(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, float(value), round(point.time_s * 1e3), point.step)
+            for point in points
+            for name, value in point.values.items()
+        ]
+        for start in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + MOST_METRICS])
+
+    def summarize(self, values: Mapping[str, Any], text: str) -> None:
+        self._client.log_dict(self._run_id, dict(values), "card.json")
+        self._client.log_text(self._run_id, text, "card.txt")
+        # Shown at the top of the run's page.
+        self._client.set_tag(self._run_id, "mlflow.note.content", f"```\n{text}\n```")
+
+    def add_table(self, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        columns = {column: [row[column] for row in rows] for column in (rows[0] if rows else ())}
+        self._client.log_dict(self._run_id, {"columns": list(columns), "data": [list(row.values()) for row in rows]},
+                              f"{name}.json")  # fmt: skip
+
+    def add_file(self, path: Path) -> None:
+        self._client.log_artifact(self._run_id, str(path))
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)

@@ -1,0 +1,221 @@
+"""`stepscope log` with the real packages, offline; what they stored is read back."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from handmade import cpu_recording
+from stepscope.session import open_session
+from stepscope.trackers.figures import FIGURES, OF_STEPS, PREFIX, STEP_VALUES, figures
+from stepscope.trackers.tracker import TRACKERS, Target
+from trace_builder import TraceBuilder
+from verbs import run_verb
+
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "HF_HUB_OFFLINE": "1",
+    "STEPSCOPE_CACHE": os.environ.get("STEPSCOPE_CACHE", ""),
+}
+NUM_STEPS = 12
+
+
+def row(number: int, samples_ns: list[int], variant: str, status: str = "ok") -> dict[str, object]:
+    """A point of a sweep, as `stepscope bench` writes it."""
+    return {
+        "hash": str(number),
+        "workload": "w",
+        "preset": "small",
+        "config": {"variant": variant, "seq_len": 64},
+        "run": {"mode": "step", "dtype": "bf16", "device": "cuda", "seed": 0},
+        "status": status,
+        "reason": None if status == "ok" else "out of memory",
+        "samples_device_ns": samples_ns,
+        "samples_host_ns": samples_ns,
+        "num_tokens": 1000,
+        "num_parameters": 10,
+        "environment_hash": "e",
+    }
+
+
+def log(path: Path, to: str) -> Path:
+    """Log in a process of its own, as packages leave threads and processes behind; return where it ran."""
+    words = [sys.executable, "-m", "stepscope", "log", path.name, "--to", to]
+    variables = {**os.environ, **OFFLINE, "TRACKIO_DIR": str(path.parent / "trackio")}
+    done = subprocess.run(words, cwd=path.parent, env=variables, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return path.parent
+
+
+@pytest.fixture
+def recording(tmp_path) -> Path:
+    """12 steps of 10 ms, with a trace."""
+    folder = cpu_recording(tmp_path / "my run", started_at="2026-01-01T00:00:00Z", config_hash="abc")
+    trace = TraceBuilder().step(1, 1000, 900).op("aten::mm", 1005, 200, id=1).write(tmp_path / "trace.json")
+    (folder / "trace").mkdir()
+    (folder / "trace" / "rank0.json.gz").write_bytes(gzip.compress(trace.read_bytes()))
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """Three points, one of which failed."""
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    rows = [row(1, [2_000_000] * 3, "plain"), row(2, [1_000_000] * 3, "fast"), row(3, [], "big", status="oom")]
+    (folder / "results.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (folder / "sweep.json").write_text(json.dumps({"schema_version": 1, "environments": {"e": {"device_name": "NVIDIA H200"}}}))
+    return folder
+
+
+def scalars_of(folder: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_tensorboard(recording):
+    folder = log(recording, "tensorboard:logs") / "logs" / "my_run"
+
+    events = scalars_of(folder)
+    times = events.Scalars("stepscope/per_step/time_ms")
+    assert [(event.step, event.value) for event in times[:3]] == [(0, 10.0), (1, 10.0), (2, 10.0)]
+    assert len(times) == NUM_STEPS and times[0].wall_time == pytest.approx(1767225600.01)
+    assert events.Scalars("stepscope/per_step/forward_ms")[4].value == 3.0
+    assert events.Scalars("stepscope/tokens_per_second")[0].value == pytest.approx(51_200)
+    text = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert "typical step" in text["stepscope/card"] and "train.py --lr 0.1" in text["stepscope/parameters"]
+    assert text["stepscope/findings"].startswith(("| rule | finding |", "none"))
+    assert (folder / "report.html").stat().st_size > 10_000 and (folder / "rank0.json.gz").is_file()
+
+
+def test_a_sweep_in_tensorboard_has_a_run_per_point_with_parameters(sweep):
+    folder = log(sweep, "tensorboard:logs") / "logs" / "sweep"
+    metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
+
+    assert sorted(each.name for each in folder.iterdir()) == ["sweep", "variant=big", "variant=fast", "variant=plain"]
+    events = scalars_of(folder / "variant=fast")
+    assert events.Scalars("stepscope/time_median_ns")[0].value == 1_000_000
+    assert events.Scalars("stepscope/tokens_per_s")[0].value == pytest.approx(1e9)
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    start = metadata.parse_session_start_info_plugin_data(content)
+    assert start.hparams["variant"].string_value == "fast" and start.hparams["seq_len"].number_value == 64
+    assert (folder / "sweep" / "report.html").is_file()
+
+
+def test_mlflow_in_sqlite(recording):
+    pytest.importorskip("mlflow")
+    folder = log(recording, "mlflow:sqlite:///ml.db")
+
+    stored = sqlite3.connect(folder / "ml.db")
+    query = "select step, value, timestamp from metrics where key = 'stepscope/per_step/time_ms' order by step"
+    times = stored.execute(query).fetchall()
+    assert len(times) == NUM_STEPS and times[:2] == [(0, 10.0, 1767225600010), (1, 10.0, 1767225600020)]
+    assert dict(stored.execute("select key, value from params"))["script"] == "train.py --lr 0.1"
+    assert stored.execute("select name, status from runs").fetchall() == [("my run", "FINISHED")]
+    latest = dict(stored.execute("select key, value from latest_metrics"))
+    stored.close()
+    session = open_session(recording)
+    expected = figures(session.recording, session.summary)
+    assert {name: latest[name] for name in expected} == pytest.approx(expected)
+    (artifacts,) = folder.glob("mlruns/*/*/artifacts")
+    assert {each.name for each in artifacts.iterdir()} == {
+        "card.json", "card.txt", "findings.json", "report.html", "rank0.json.gz",
+    }  # fmt: skip
+    assert json.loads((artifacts / "card.json").read_text())["stepscope/typical_step_ms"] == 10.0
+
+
+def test_weights_and_biases_offline(recording):
+    pytest.importorskip("wandb")
+    folder = log(recording, "wandb:my-project")
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    history, records = wandb_records(file)
+    steps = [each for each in history if "stepscope/per_step/time_ms" in each]
+    assert [each["stepscope/step"] for each in steps] == list(range(NUM_STEPS))
+    assert {each["stepscope/per_step/time_ms"] for each in steps} == {10.0, 20.0, 100.0}
+    (table,) = [each["stepscope/findings"] for each in history if "stepscope/findings" in each]
+    assert table["_type"] == "table-file"
+    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert run.project == "my-project" and run.display_name == "my run"
+    summary = {item.key for record in records for item in record.summary.update}
+    assert {"verdict", "stepscope/card", "stepscope/goodput"} <= summary
+    artifacts = [r.request.log_artifact.artifact.name for r in records if r.request.HasField("log_artifact")]
+    artifacts += [record.artifact.name for record in records if record.WhichOneof("record_type") == "artifact"]
+    assert {name.partition("-")[2] for name in artifacts} >= {"report", "rank0"}
+
+
+def wandb_records(file: Path):
+    """The rows of the history, and every record of an offline run."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, records = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        records.append(wandb_internal_pb2.Record.FromString(data))
+    store.close()
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    return rows, records
+
+
+def test_trackio(recording):
+    pytest.importorskip("trackio", reason="trackio wants pillow < 13, older than constraints.txt: its own extra")
+    folder = log(recording, "trackio:mine")
+
+    stored = sqlite3.connect(folder / "trackio" / "mine.db")
+    rows = [(step, json.loads(metrics)) for step, metrics in stored.execute("select step, metrics from metrics")]
+    stored.close()
+    times = [values["stepscope/per_step/time_ms"] for _, values in rows if "stepscope/per_step/time_ms" in values]
+    assert len(times) == NUM_STEPS and times[0] == 10.0
+    assert any("stepscope/card" in values for _, values in rows)
+    assert any("stepscope/findings" in values for _, values in rows)
+    files = {each.name for each in (folder / "trackio").rglob("files/*")}
+    assert files == {"my run-report.html", "my run-rank0.json.gz"}
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_missing_package_is_named_with_its_extra(tracker, recording, monkeypatch):
+    monkeypatch.setitem(sys.modules, tracker, None)
+
+    done = run_verb("log", recording, "--to", tracker)
+
+    assert done.returncode == 2 and f"pip install 'stepscope[{tracker}]'" in done.stderr
+
+
+def test_what_cannot_be_logged_is_said(recording, tmp_path):
+    trace = tmp_path / "trace.json"
+
+    unknown = run_verb("log", recording, "--to", "neptune")
+    a_trace = run_verb("log", trace, "--to", f"tensorboard:{tmp_path}/logs")
+    no_folder = run_verb("log", recording, "--to", f"tensorboard:{trace}/logs")
+
+    assert "'neptune' is not a tracker: choose one of mlflow, wandb, tensorboard, trackio" in unknown.stderr
+    assert "only recordings, sweeps and studies are runs" in a_trace.stderr
+    assert f"logging to tensorboard:{trace}/logs failed: NotADirectoryError" in no_folder.stderr
+    assert {done.returncode for done in (unknown, a_trace, no_folder)} == {2}
+
+
+def test_a_target_keeps_colons_in_its_address():
+    assert Target.of("prometheus:a:b").where == "a:b" and str(Target.of("prometheus:a:b")) == "prometheus:a:b"
+
+
+def test_the_documentation_defines_every_name():
+    page = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text(encoding="utf-8")
+    names = [*(PREFIX + name for name in FIGURES), *(OF_STEPS + name for name in STEP_VALUES)]
+    assert [name for name in names if f"`{name}`" not in page] == []
