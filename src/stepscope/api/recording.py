@@ -66,9 +66,9 @@ class Recorder(ContextDecorator):
         windows: Windows | None,
         tokens_per_step: int | None,
         force: bool,
-        log_to: Sequence[str],
-        metrics_file: str | os.PathLike[str] | None,
-        otlp: bool,
+        log_to: Sequence[str] = (),
+        metrics_file: str | os.PathLike[str] | None = None,
+        otlp: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self._log_to, self._metrics_file, self._otlp = log_to, metrics_file, otlp
