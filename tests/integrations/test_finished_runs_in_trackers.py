@@ -74,7 +74,9 @@ def sweep(tmp_path) -> Path:
     folder.mkdir()
     rows = [row(1, [2_000_000] * 3, "plain"), row(2, [1_000_000] * 3, "fast"), row(3, [], "big", status="oom")]
     (folder / "results.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    (folder / "sweep.json").write_text(json.dumps({"schema_version": 1, "environments": {"e": {"device_name": "NVIDIA H200"}}}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"schema_version": 1, "environments": {"e": {"device_name": "NVIDIA H200"}}})
+    )
     return folder
 
 
