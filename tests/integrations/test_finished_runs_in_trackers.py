@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import sqlite3
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ OFFLINE = {
     "STEPSCOPE_CACHE": os.environ.get("STEPSCOPE_CACHE", ""),
 }
 NUM_STEPS = 12
+BLOCK = 32_768
 
 
 def row(number: int, samples_ns: list[int], variant: str, status: str = "ok") -> dict[str, object]:
@@ -109,7 +111,7 @@ def test_a_sweep_in_tensorboard_has_a_run_per_point_with_parameters(sweep):
     assert sorted(each.name for each in folder.iterdir()) == ["sweep", "variant=big", "variant=fast", "variant=plain"]
     events = scalars_of(folder / "variant=fast")
     assert events.Scalars("stepscope/time_median_ns")[0].value == 1_000_000
-    assert events.Scalars("stepscope/tokens_per_s")[0].value == pytest.approx(1e9)
+    assert events.Scalars("stepscope/tokens_per_s")[0].value == pytest.approx(1e6)
     content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
     start = metadata.parse_session_start_info_plugin_data(content)
     assert start.hparams["variant"].string_value == "fast" and start.hparams["seq_len"].number_value == 64
@@ -147,8 +149,7 @@ def test_weights_and_biases_offline(recording):
     steps = [each for each in history if "stepscope/per_step/time_ms" in each]
     assert [each["stepscope/step"] for each in steps] == list(range(NUM_STEPS))
     assert {each["stepscope/per_step/time_ms"] for each in steps} == {10.0, 20.0, 100.0}
-    (table,) = [each["stepscope/findings"] for each in history if "stepscope/findings" in each]
-    assert table["_type"] == "table-file"
+    assert [each["stepscope/findings/ncols"] for each in history if "stepscope/findings/path" in each]
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert run.project == "my-project" and run.display_name == "my run"
     summary = {item.key for record in records for item in record.summary.update}
@@ -159,15 +160,19 @@ def test_weights_and_biases_offline(recording):
 
 
 def wandb_records(file: Path):
-    """The rows of the history, and every record of an offline run."""
+    """The rows of the history, and every record of an offline run: a log as LevelDB writes it, after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, records = DataStore(), []
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
-        records.append(wandb_internal_pb2.Record.FromString(data))
-    store.close()
+    data, place, whole, records = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            records.append(wandb_internal_pb2.Record.FromString(whole))
+            whole = b""
+        if BLOCK - place % BLOCK < 7:  # no room for another header
+            place += BLOCK - place % BLOCK
     rows = [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in records

@@ -34,13 +34,13 @@ def targets_of(
             raise UsageError(f"{target.tracker!r} is not a tracker: choose one of {', '.join(TRACKERS)}")
     found = found if not rank else []
     if otlp:
-        found.append(Target.of("otlp"))
+        found.insert(0, Target.of("otlp"))
     if metrics_file is not None:
         path = Path(metrics_file).absolute()
         if not path.parent.is_dir():
             raise UsageError(f"the folder of the metrics file does not exist: {path.parent}")
         path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}") if rank else path
-        found.append(Target("prometheus", str(path)))
+        found.insert(0, Target("prometheus", str(path)))  # the quick ones first
     return found
 
 

@@ -13,7 +13,7 @@ from stepscope.errors import StepscopeError, UsageError, failure
 from stepscope.rows import RESULTS_FILE
 from stepscope.session import Kind, Session, open_session
 from stepscope.trackers.figures import PREFIX, figure_point, figures, step_points
-from stepscope.trackers.tracker import Point, Run, Target, Tracker
+from stepscope.trackers.tracker import TRACKERS, Point, Run, Target, Tracker
 
 WriteReport = Callable[[Session, Path], object]
 
@@ -80,11 +80,12 @@ class Logged:
         if card.summary.step_ns is not None:
             values[f"{PREFIX}typical_step_ms"] = card.summary.step_ns.median / 1e6
         tracker.summarize({**values, "verdict": card.verdict, "status": session.recording.status}, str(card))
-        if session.recording.samples:
+        keeps_runs = self.target.tracker in TRACKERS
+        if session.recording.samples and keeps_runs:
             tracker.add_table("findings", list(_findings(session)))
             tracker.add_file(report.file())
         trace = (session.recording.facts.get("trace") or {}).get("file")
-        if trace and (session.path / trace).is_file():
+        if trace and keeps_runs and (session.path / trace).is_file():
             tracker.add_file(session.path / trace)
         tracker.close()
 
