@@ -17,9 +17,12 @@ from typing import Any, BinaryIO, TypeGuard
 
 LIMITS = {
     "FILE_MIB": 512,  # of JSON in one file, decompressed; a trace is streamed and has no such limit
+    "RATIO": 200,  # decompressed bytes for one of a file, from 64 MiB on: gzip reaches 1,000 if all are alike
     "LINES_MIB": 4096,  # of a file of lines, such as samples.jsonl
     "LINE_MIB": 4,
+    "VALUES": 10_000_000,  # names and values of JSON in one file: two bytes of it can take a hundred of memory
     "ROWS_MIB": 1024,  # of a sweep's rows
+    "ROWS_VALUES": 30_000_000,  # names and values of a sweep's rows
     "STEPS": 100_000,  # steps read in full: as many as a recording has lines. Later ones are counted.
     "SQLITE_ROWS": 20_000_000,  # of one table of an SQLite file
     "SNAPSHOT_MIB": 2048,
@@ -69,6 +72,8 @@ def read_file(path: Path, name: str = "FILE_MIB", is_raw: bool = False) -> bytes
             while rest > 0 and (part := source.read(min(rest, 1 << 20))):
                 parts.append(part)
                 rest -= len(part)
+                if is_compressed and most - rest > max(64 << 20, limit("RATIO") * stream.tell()):
+                    raise ValueError("it expands to much more than its size: set STEPSCOPE_MAX_RATIO to read it")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"it is damaged ({error})") from None
     if rest <= 0:
@@ -78,11 +83,25 @@ def read_file(path: Path, name: str = "FILE_MIB", is_raw: bool = False) -> bytes
 
 def read_json(path: Path, name: str = "FILE_MIB") -> Any:
     """Return a JSON file's value; OSError or ValueError that says what is wrong with it."""
-    data = read_file(path, name)
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
+    return Values().parsed(read_file(path, name))
+
+
+class Values:
+    """Parses the JSON of one file, in one piece or line by line, as far as its names and values are not too many."""
+
+    def __init__(self, name: str = "VALUES") -> None:
+        self._name, self._left = name, limit(name)
+
+    def parsed(self, data: bytes, **options: Any) -> Any:
+        """Return the value of JSON; ValueError that says what is wrong with it."""
+        self._left -= sum(map(data.count, (b",", b":", b"[", b"{")))  # before any memory is taken for them
+        if self._left < 0:
+            most = f"it has more than {limit(self._name):,} values"
+            raise ValueError(f"{most}: set STEPSCOPE_MAX_{self._name} to read more")
+        try:
+            return json.loads(data, **options)
+        except RecursionError:
+            raise ValueError("its values are nested too deeply") from None
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -202,11 +221,17 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+_MOST_WARNINGS = 20
+
+
 def fields_that_fit(
     values: Mapping[str, Any], schema: Mapping[str, Any], name: str, warnings: list[str]
 ) -> dict[str, Any]:
-    """Return the fields of a file that fit their schema, unknown ones if plain; a warning names each other."""
-    found = {}
+    """Return the fields of a file that fit their schema, unknown ones if plain; a warning names each other.
+
+    The first 20 are named. The rest are counted.
+    """
+    found, num_bad = {}, 0
     for field, value in values.items():
         try:
             check(field, TEXT, "a field's name")
@@ -215,5 +240,9 @@ def fields_that_fit(
             if value is not None or f"{field}~" in schema:
                 found[field] = value
         except NotOfSchema as error:
-            warnings.append(f"{name}: {error}, so {field[:80]!a} was left out")
+            num_bad += 1
+            if num_bad <= _MOST_WARNINGS:
+                warnings.append(f"{name}: {error}, so {field[:80]!a} was left out")
+    if num_bad > _MOST_WARNINGS:
+        warnings.append(f"{name}: {num_bad - _MOST_WARNINGS:,} more fields were left out")
     return found

@@ -3,7 +3,6 @@
 A row that passes has the types and ranges that analyses rely on. Fields without a check are read by nobody.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from stepscope.border import (
     TEXT,
     TIME,
     NotOfSchema,
+    Values,
     check,
     read_file,
     read_json,
@@ -55,7 +55,8 @@ def read_rows(path: Path) -> RowsFile:
     except ValueError as error:
         raise BadRow(str(error)) from None
     whole = data[: data.rfind(b"\n") + 1]
-    rows = tuple(_row(line, number) for number, line in enumerate(whole.split(b"\n"), 1) if line.strip())
+    values = Values("ROWS_VALUES")
+    rows = tuple(_row(values, line, number) for number, line in enumerate(whole.split(b"\n"), 1) if line.strip())
     return RowsFile(rows, len(whole), len(whole) < len(data))
 
 
@@ -84,12 +85,12 @@ def is_tried_again(row: Mapping[str, Any]) -> bool:
     return bool(row.get(KILLED)) and row.get(ATTEMPTS, 1) < MOST_ATTEMPTS
 
 
-def _row(line: bytes, number: int) -> Row:
+def _row(values: Values, line: bytes, number: int) -> Row:
     where = f"line {number}"
     try:
-        row = json.loads(line, parse_constant=_refused)
-    except (ValueError, RecursionError):
-        raise BadRow(f"{where} is not a valid row") from None
+        row = values.parsed(line, parse_constant=_refused)
+    except ValueError as error:
+        raise BadRow(f"{where} is not a valid row" + f" ({error})" * ("STEPSCOPE" in str(error))) from None
     if not isinstance(row, dict):
         raise BadRow(f"{where} is not a valid row")
     version = row.get("schema_version", SCHEMA_VERSION)

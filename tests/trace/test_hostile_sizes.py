@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +18,11 @@ import pytest
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.analysis.kernels.ops import ops
 from stepscope.analysis.structure.links import link
+from stepscope.border import read_file, read_json
+from stepscope.errors import TraceError
 from stepscope.rows import BadRow, read_rows
 from stepscope.trace.recording import read_recording
+from stepscope.trace.snapshot import plain_values, read_snapshot
 from trace_builder import TraceBuilder
 from verbs import answers, run_verb
 
@@ -101,6 +106,81 @@ def test_a_rank_can_have_any_number(tmp_path):
     folder = write_recording(tmp_path / "run", cpu_facts(environment=environment), [sample(0), sample(1)])
 
     assert "missing: 0, 1, 2" in answers("show {}", folder)
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_expands_a_thousandfold_is_not_read_to_its_end(tmp_path, monkeypatch):
+    with gzip.open(tmp_path / "bomb.gz", "wb", 9) as file:
+        for _ in range(80):
+            file.write(bytes(1 << 20))
+
+    with pytest.raises(ValueError, match="STEPSCOPE_MAX_RATIO"):
+        read_file(tmp_path / "bomb.gz")
+    monkeypatch.setenv("STEPSCOPE_MAX_RATIO", "2000")
+    assert len(read_file(tmp_path / "bomb.gz")) == 80 << 20
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b'{"a":1},', b"7,", b'"",'])
+def test_a_small_file_of_very_many_values_is_not_parsed(piece, tmp_path):
+    bomb = tmp_path / "bomb.json.gz"
+    with gzip.open(bomb, "wb", 1) as file:
+        file.write(b"[")
+        for _ in range(11):
+            file.write(piece * 1_000_000)
+    assert bomb.stat().st_size < 1_000_000
+    parsed = mock.patch("json.loads", side_effect=AssertionError("parsed"))
+    with parsed, pytest.raises(ValueError, match="MAX_VALUES"):
+        read_json(bomb)
+
+
+def test_values_have_a_limit_that_can_be_raised(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPSCOPE_MAX_VALUES", "200")
+    monkeypatch.setenv("STEPSCOPE_MAX_ROWS_VALUES", "30")
+    row = {"hash": "a", "workload": "w", "status": "ok", "config": {}, "run": {}}
+    (tmp_path / "results.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    with pytest.raises(BadRow, match=r"line 3 is not a valid row .*30 values: set STEPSCOPE_MAX_ROWS_VALUES"):
+        read_rows(tmp_path / "results.jsonl")
+    counters = [{"t_ns": number, "throttle": ["x"]} for number in range(60)]
+    folder = write_recording(tmp_path / "run", {}, [sample(step) for step in range(20)], counters)
+    recording = read_recording(folder)
+    assert 4 < len(recording.samples) < 12 and 30 < len(recording.counters) < 60
+    monkeypatch.setenv("STEPSCOPE_MAX_VALUES", "2000")
+    assert len(read_recording(folder).samples) == 20
+
+
+def test_the_warnings_of_a_damaged_file_are_counted(tmp_path):
+    facts = {f"field {number}": float("inf") for number in range(5000)}
+    recording = read_recording(write_recording(tmp_path / "run", facts, [sample(0)]))
+
+    assert len(recording.warnings) == 21 and "'field 19' was left out" in recording.warnings[19]
+    assert recording.warnings[20] == "recording.json: 4,980 more fields were left out"
+
+
+# -- snapshots ----------------------------------------------------------------------------------------------------
+
+
+def _dict_of(names: list[Any]) -> bytes:
+    return pickle.dumps({"segments": [dict.fromkeys(names[start : start + 500], 0) for start in range(0, 3000, 500)]})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[number * (2**61 - 1) for number in range(1, 3001)], [(number, 2**40 + number) for number in range(3000)]],
+)
+def test_names_of_a_dict_that_may_share_one_hash_are_refused(names, tmp_path):
+    (tmp_path / "snapshot.pickle").write_bytes(_dict_of(names))
+    loaded = mock.patch("stepscope.trace.snapshot._PlainUnpickler", side_effect=AssertionError("loaded"))
+    with loaded, pytest.raises(TraceError, match=r"no snapshot has|not needed for plain values"):
+        read_snapshot(tmp_path / "snapshot.pickle")
+
+
+def test_addresses_pool_ids_and_a_few_large_numbers_are_plain():
+    honest = [{"address": 0x7F0000000000 + number, "segment_pool_id": (0, number)} for number in range(3000)]
+    values = {"segments": honest, "stream": 2**64 - 1}
+
+    assert plain_values(pickle.dumps(values)) == values
 
 
 # -- traces -------------------------------------------------------------------------------------------------------

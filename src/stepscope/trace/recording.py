@@ -1,6 +1,5 @@
 """A recording's folder as typed data, complete or cut off; the counterpart of `recorder/files.py`."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +8,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from stepscope.border import COUNT, TEXT, NotOfSchema, check, fields_that_fit, is_count, limit, lines_of, read_json
+from stepscope.border import (
+    COUNT,
+    TEXT,
+    NotOfSchema,
+    Values,
+    check,
+    fields_that_fit,
+    is_count,
+    limit,
+    lines_of,
+    read_json,
+)
 from stepscope.errors import RecordingError
 from stepscope.trace.compile_file import COMPILE_FILE, read_compile_file
 from stepscope.trace.recording_facts import OF_A_GPU, SCHEMA, RecordingFacts
@@ -101,7 +111,8 @@ def read_recording(folder: Path) -> Recording:
     try:
         for _ in _sound(folder / SAMPLES_FILE, steps.add, "line(s) could not be read", warnings):
             pass
-        counters = _sound(folder / COUNTERS_FILE, partial(_counter, set()), "line(s) could not be read", warnings)
+        convert = partial(_counter, Values(), set())
+        counters = _sound(folder / COUNTERS_FILE, convert, "line(s) could not be read", warnings)
         kept = tuple(islice(counters, limit("STEPS")))
         for _ in counters:
             warnings.append(f"{COUNTERS_FILE}: only the first {len(kept):,} samples were read")
@@ -174,8 +185,8 @@ def _sound(path: Path, convert: Callable[[Any], Item], problem: str, warnings: l
         warnings.append(f"{path.name}: {num_bad} {problem} and were skipped")
 
 
-def _object(text: bytes) -> dict[str, Any]:
-    value = json.loads(text)
+def _object(values: Values, text: bytes) -> dict[str, Any]:
+    value = values.parsed(text)
     if not isinstance(value, dict):
         raise TypeError("not an object")
     return value
@@ -187,6 +198,7 @@ class _Steps:
     def __init__(self) -> None:
         self._lines: dict[int, dict[str, Any]] = {}
         self._most = limit("STEPS")
+        self._values = Values()
         self.lead: Aside | None = None
         self.tail: Aside | None = None
         self.num_unread = 0
@@ -196,7 +208,7 @@ class _Steps:
         if len(self._lines) >= self._most and b'"window"' in text and b'"restart"' not in text:
             self.num_unread += 1
             return
-        line = _object(text)
+        line = _object(self._values, text)
         step = line.get("step")
         if "restart" in line:
             self._lines.clear()  # a better step source was found: earlier samples are not comparable
@@ -297,9 +309,9 @@ def _nanoseconds(values: Any) -> dict[str, int]:
     return {str(name): _integer(value) for name, value in values.items()}
 
 
-def _counter(reasons: set[str], text: bytes) -> CounterSample:
+def _counter(values: Values, reasons: set[str], text: bytes) -> CounterSample:
     """Return a line of counters; `reasons` collects what throttled, of which NVML knows at most 64."""
-    line = _object(text)
+    line = _object(values, text)
     known = {name: line[name] for name in CounterSample.__dataclass_fields__ if line.get(name) is not None}
     throttle = known.pop("throttle", [])
     check(throttle, [TEXT])

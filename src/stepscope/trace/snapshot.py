@@ -98,11 +98,12 @@ def _look_through(data: bytes) -> None:
     """Raise ValueError for the first opcode that no snapshot has."""
     if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
         raise ValueError("it does not start like a pickle of protocol 2 to 5")
-    plain, place, num_containers = _plain_opcodes(len(data)), 2, 0
+    plain, place, num_containers, num_large = _plain_opcodes(len(data)), 2, 0, 0
     while place < len(data):
         run = plain.match(data, place)
         if run:
             num_containers += data.count(b"]", place, run.end()) + data.count(b"}", place, run.end())
+            num_large += data.count(b"\x8a\x08", place, run.end()) + data.count(b"\x8a\x09", place, run.end())
             place = run.end()
         elif data[place] in _TEXTS:
             start = place + 1 + _TEXTS[data[place]]
@@ -119,22 +120,28 @@ def _look_through(data: bytes) -> None:
     else:
         raise ValueError(f"it ends at byte {len(data):,} before its pickle does")
     # A real entry takes at least 30 bytes and two of these; one takes 72 bytes of memory.
-    if num_containers > 1000 + len(data) // 4:
+    if num_containers > min(1000 + len(data) // 4, 2 * limit("SNAPSHOT_ENTRIES")):
         raise ValueError("it has more lists and dicts than a snapshot of its size")
+    # Numbers from 2**61 - 1 on can share one hash, and as names in a dict take time that grows with their square.
+    # Addresses have 6 bytes. Other bytes look like a long number once in 65,536.
+    if num_large > 1000 + len(data) // 16384:
+        raise ValueError("it has many numbers of 8 bytes, which no snapshot has")
 
 
 def _plain_opcodes(num_bytes: int) -> re.Pattern[bytes]:
     """Return opcodes in order that create plain values, for a pickle of so many bytes.
 
-    Tuples must be pairs of numbers, like pool ids: hashing nested tuples overflows the C stack. Memo indices are
-    limited by the file's size, since the unpickler allocates all of them.
+    Tuples must be pairs of small numbers, like pool ids: hashing nested tuples overflows the C stack, and large
+    numbers can be chosen so that all pairs have one hash. Memo indices are limited by the file's size, since the
+    unpickler allocates all of them.
     """
     third, last = (num_bytes >> 16, 0) if num_bytes < 1 << 24 else (0xFF, num_bytes >> 24)
     upper = b"[\\x00-\\x%02x][\\x00-\\x%02x]" % (third, last)
     long = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(10))
-    number = rb"(?:K.|M..|J....|\x8a(?:" + long + rb"))"
+    small = rb"(?:K.|M..|J....)"
+    number = b"(?:" + small + rb"|\x8a(?:" + long + rb"))"
     frame = rb"\x95.{8}"
-    pair = number + b"(?:" + frame + b")?" + number + b"(?:" + frame + rb")?\x86"
+    pair = small + b"(?:" + frame + b")?" + small + b"(?:" + frame + rb")?\x86"
     opcodes = (pair, number, rb"[Naesu(\]})\x88\x89\x94]", rb"G.{8}")
     memo = (rb"[hq].", rb"j....", rb"r.." + upper, frame)
     return re.compile(b"(?:" + b"|".join(opcodes + memo) + b"){1,4096}", re.DOTALL)
