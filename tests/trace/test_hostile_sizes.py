@@ -235,3 +235,13 @@ def test_ops_inside_ops_are_not_climbed_one_by_one():
     assert table["device_total_ns"].to_list() == [70_000] * 3
     assert sorted(table["host_total_ns"]) == [(9000 - 2 * depth) * 1000 for depth in (2, 1, 0)]
     assert sorted(table["device_self_ns"]) == [0, 0, 70_000]
+
+
+def test_bytes_and_intervals_of_a_query_are_written_as_in_its_table(tmp_path):
+    path = TraceBuilder().kernel("gemm", 0, 5).write(tmp_path / "trace.json")
+    query = "select cast(name as binary) b, interval '1 day' i, array_agg(x'ff') l from device group by name"
+    table, lines, cells = (run_verb("analyze", "--sql", path, query, *form) for form in ([], ["--json"], ["--csv"]))
+
+    assert "b'gemm'  1 day, 0:00:00  [b'\\xff']" in table.stdout
+    assert json.loads(lines.stdout) == [{"b": "b'gemm'", "i": "1 day, 0:00:00", "l": "[b'\\xff']"}]
+    assert cells.stdout.splitlines() == ["b,i,l", "b'gemm',\"1 day, 0:00:00\",[b'\\xff']"]

@@ -94,7 +94,7 @@ def _list_of_tables() -> Iterator[str]:
 def _as_json(frame: pl.DataFrame) -> Iterator[str]:
     """Return a JSON list with one object per line, in ASCII."""
     separator = "[\n"
-    for part in frame.iter_slices(_ROWS_PER_CHUNK):
+    for part in map(_writable, frame.iter_slices(_ROWS_PER_CHUNK)):
         lines = part.write_ndjson().rstrip("\n").replace("\n", ",\n")
         yield separator + re.sub(r"[^\x00-\x7e]", lambda found: json.dumps(found[0])[1:-1], lines)
         separator = ",\n"
@@ -107,7 +107,19 @@ def _as_csv(frame: pl.DataFrame) -> Iterator[str]:
     from stepscope.render.csv import guarded
 
     for number, part in enumerate(frame.iter_slices(_ROWS_PER_CHUNK) if frame.height else [frame]):
-        yield for_spreadsheets(part).rename(guarded).write_csv(include_header=number == 0)
+        yield for_spreadsheets(_writable(part)).rename(guarded).write_csv(include_header=number == 0)
+
+
+def _writable(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return columns that JSON and CSV have no form for, bytes and intervals, as the text in the table."""
+    import polars as pl
+
+    texts = [
+        pl.Series(each.name, [None if value is None else str(value) for value in each.to_list()], pl.String)
+        for each in frame
+        if re.search("Binary|Duration|Object", str(each.dtype))
+    ]
+    return frame.with_columns(texts)
 
 
 def _as_table(frame: pl.DataFrame, num_rows: int) -> Iterator[str]:
