@@ -128,6 +128,36 @@ def test_ranks_share_the_folder_that_the_first_has_chosen(tmp_path):
     assert done.stderr.count("recorded") == 2  # the first rank speaks
 
 
+CHILD = """
+import os
+import torch
+from stepscope.integrations.trainer_recording import TrainerRecording
+
+if os.fork():
+    os.wait()
+else:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recording = TrainerRecording("alone")
+    recording.begin()
+    for _ in range(4):
+        model(torch.ones(3, 2)).mean().backward()
+        optimizer.step()
+        recording.step()
+    recording.end()
+"""
+
+
+def test_a_child_process_of_stepscope_run_adds_to_its_recording(tmp_path, forks):
+    (tmp_path / "train.py").write_text(CHILD)
+    exit_code, _, stderr = forks.run(["-m", "stepscope", "run", "-o", "run", "--quiet", "train.py"], tmp_path, {})
+
+    recording = read_recording(tmp_path / "run")
+    assert exit_code == 0, stderr
+    assert (recording.facts["steps"]["source"], len(recording.samples)) == ("step()", 4)
+    assert not (tmp_path / "alone").exists()
+
+
 @pytest.mark.parametrize(
     ("module", "package", "command"),
     [

@@ -62,7 +62,10 @@ class TrainerRecording:
             return False
         if current.session is None:
             wall.raise_up()
-            wall.guarded(self._open)()
+            if (child := sys.modules.get("stepscope.recorder.processes.child")) is not None:
+                wall.guarded(child.trains)()
+            if current.session is None:
+                wall.guarded(self._open)()
         self._session = current.session
         if self._session is None:
             wall.take_down()

@@ -45,15 +45,15 @@ class Sentinel:
         ]
 
     def _gradient(self, name: str, *args: Any, **kwargs: Any) -> After | None:
-        self._report()
+        self.report()
         # The session that may have begun sees this backward too.
         begins = getattr(getattr(torch.autograd, name), "before", None)
         return begins(*args, **kwargs) if begins is not None else None
 
     def _step(self, *_args: Any) -> None:
-        self._report()
+        self.report()
 
-    def _report(self) -> None:
+    def report(self) -> None:
         if self._patches:
             self.remove()
             self._trains()
@@ -110,6 +110,12 @@ def session_of(
         on_roots=None if fixes is None else fixes.use_roots,
         progress=progress,
     )
+
+
+def trains() -> None:
+    """Open the recording of this process now, if it is a child of `stepscope run`: it is about to train."""
+    if _child is not None:
+        _child.sentinel.report()
 
 
 def close(error: BaseException | None = None) -> None:
