@@ -123,13 +123,25 @@ def break_inputs(file: dict[str, Any]) -> None:
         node["inputs"]["types"] = node["inputs"]["types"][:1]
 
 
+def without_strides(file: dict[str, Any]) -> None:
+    for node in file["nodes"]:
+        del node["inputs"]["strides"]
+
+
 def break_types(file: dict[str, Any]) -> None:
     file["nodes"][0]["inputs"] = "none"
 
 
 @pytest.mark.parametrize(
     ("change", "num_filled"),
-    [(change_pid, 0), (change_names, 0), (break_types, 0), (break_inputs, None), (repeat_nodes, None)],
+    [
+        (change_pid, 0),
+        (change_names, 0),
+        (break_types, 0),
+        (break_inputs, None),
+        (repeat_nodes, None),
+        (without_strides, None),
+    ],
 )
 def test_one_that_does_not_belong_or_is_broken_fills_nothing_wrong(
     recorded: Path, tmp_path: Path, change: Any, num_filled: int | None

@@ -1,8 +1,8 @@
 """Find what is wrong with a step: each problem with its evidence, its cost and a fix.
 
-Reads a recording, a PyTorch profiler trace (.json, .json.gz) or a folder with one trace per rank. Needs neither torch
-nor a GPU. Savings come from replaying the step without the problem. Also lists the rules that passed, and those that
-could not run, each with the command that provides the missing data.
+Reads a recording, a PyTorch profiler trace (.json, .json.gz), an SQLite export of Nsight Systems or a folder with one
+trace per rank. Needs neither torch nor a GPU. Savings come from replaying the step without the problem. Also lists
+the rules that passed, and those that could not run, each with the command that provides the missing data.
 
 What-if: with --scale, --drop-launches, --host or --no-waits, the step is instead replayed with a change that you
 specify. WORK is FIELD=PATTERN, or several separated by commas. FIELD is class, kernel, op, called (the outermost op),

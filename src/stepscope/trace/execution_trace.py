@@ -27,7 +27,7 @@ class _Inputs(msgspec.Struct):
     values: list[Any]
     shapes: list[Any]
     types: list[str]
-    strides: list[Any]
+    strides: list[Any] | None = None  # from schema 1.1 on
 
 
 class _Attribute(msgspec.Struct):
@@ -85,18 +85,18 @@ def with_inputs(trace: Trace, path: Path) -> Trace:
 def _rows(nodes: Sequence[_Node]) -> Iterator[tuple[Any, ...]]:
     for node in nodes:
         number = next((each.value for each in node.attrs if each.name == "rf_id"), None)
-        given = node.inputs
-        sizes = {len(given.values), len(given.shapes), len(given.types), len(given.strides)}
-        if isinstance(number, int) and 0 < number < 2**63 and sizes == {len(given.types)} and given.types:
+        given, strides = node.inputs, node.inputs.strides
+        num = len(given.types)
+        is_whole = all(len(each) == num for each in (given.values, given.shapes, strides or given.shapes))
+        if isinstance(number, int) and 0 < number < 2**63 and is_whole and num:
             types = [_type(each) for each in given.types]
             is_tensor = [each not in ("", "Scalar", "ScalarList") for each in types]
-            columns = (
-                [shape if has else [] for shape, has in zip(given.shapes, is_tensor)],
-                types,
-                [stride if has else [] for stride, has in zip(given.strides, is_tensor)],
-                [_value(value) if each.startswith("Scalar") else "" for value, each in zip(given.values, types)],
+            sizes, steps = (
+                None if each is None else json.dumps([value if has else [] for value, has in zip(each, is_tensor)])
+                for each in (given.shapes, strides)
             )
-            yield number, node.name, *map(json.dumps, columns)
+            values = [_value(value) if each.startswith("Scalar") else "" for value, each in zip(given.values, types)]
+            yield number, node.name, sizes, json.dumps(types), steps, json.dumps(values)
 
 
 def _type(text: str) -> str:
