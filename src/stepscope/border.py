@@ -29,7 +29,7 @@ LIMITS = {
     "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries
     "NAME": 4096,  # characters of a name in a trace
     "DEPTH": 100,  # modules inside modules; deeper ones count as part of the one around them
-    "DEVICES": 64,  # GPUs of one trace that are accounted for one by one: those with most events
+    "DEVICES": 64,  # of a trace or a memory file, accounted for one by one: those with most events
 }
 """The most that is read. An environment variable raises each: STEPSCOPE_MAX_STEPS=1000000."""
 COUNT_END = 2**63

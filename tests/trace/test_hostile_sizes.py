@@ -16,11 +16,18 @@ import polars as pl
 import pytest
 
 from handmade import MS, cpu_facts, sample, write_recording
+from memories import a_step, tensor, write_memory
+from stepscope.analysis.comparison.sweeps import sweep_of
 from stepscope.analysis.kernels.ops import ops
+from stepscope.analysis.memory.account import account
+from stepscope.analysis.memory.allocator_events import memory_summary
 from stepscope.analysis.structure.links import link
 from stepscope.border import read_file, read_json
+from stepscope.document.sections import sweep_charts
 from stepscope.errors import TraceError
+from stepscope.render import terminal
 from stepscope.rows import BadRow, read_rows
+from stepscope.trace.memory_file import read_memory
 from stepscope.trace.recording import read_recording
 from stepscope.trace.snapshot import plain_values, read_snapshot
 from trace_builder import TraceBuilder
@@ -181,6 +188,67 @@ def test_addresses_pool_ids_and_a_few_large_numbers_are_plain():
     values = {"segments": honest, "stream": 2**64 - 1}
 
     assert plain_values(pickle.dumps(values)) == values
+
+
+# -- many devices, many names -------------------------------------------------------------------------------------
+
+
+def test_thousands_of_devices_of_a_memory_file_are_not_listed_one_by_one(tmp_path):
+    memory = a_step()
+    memory["allocations"] += [tensor(512, born=0, died=7, device=f"cuda:{1 + number}") for number in range(1000)]
+    found = account(memory).other_devices
+
+    assert len(found) == 65 and found["937 more devices"] == 937 * 512
+    assert answers("show {}", write_memory(tmp_path / "memory.json.gz", memory)).count("other device") == 65
+
+
+def test_thousands_of_devices_with_memory_events_are_not_listed_one_by_one():
+    trace = TraceBuilder().kernel("gemm", 0, 5)
+    for number in range(100):
+        trace.memory(number, 512).memory(number, 512)
+        trace.events[-1]["args"]["Device Id"] = number
+    found = trace.account()
+
+    assert len(memory_summary(trace.linked())) == 64
+    assert any("of 100 devices with [memory] events, only 64" in warning for warning in found.warnings)
+
+
+def test_the_device_of_an_old_memory_file_is_found_in_linear_time(tmp_path):
+    seconds = {}
+    for num in (4000, 16_000):
+        made = [{**tensor(512, "parameter", device=f"cuda:{n}"), "born_ns": 1, "died_ns": 9} for n in range(num)]
+        write_memory(tmp_path / "memory.json.gz", {"schema_version": 1, "allocations": made})
+        begin = time.process_time()
+        assert read_memory(tmp_path / "memory.json.gz")["device"] == "cuda:0"
+        seconds[num] = time.process_time() - begin
+
+    assert seconds[16_000] < 10 * seconds[4000] + 0.1  # 4 times if linear, 16 if quadratic
+
+
+def _sweep(num_rows: int, num_names: int) -> list[dict[str, Any]]:
+    """Rows in which no name determines another."""
+    return [
+        {"hash": f"h{row}", "workload": "w", "status": "ok", "run": {"mode": "step", "dtype": "fp32"},
+         "config": {f"n{name}": (row * 7 + name) % (row % 9 + 2) for name in range(num_names)},
+         "samples_device_ns": [1000 + row, 1100 + row]}
+        for row in range(num_rows)
+    ]  # fmt: skip
+
+
+def test_the_names_of_a_sweep_are_not_compared_all_with_all():
+    rows = _sweep(40, 150)
+    with mock.patch.object(sweep_charts, "_follows", wraps=sweep_charts._follows) as follows:
+        sweep_charts.layout_of(sweep_of(rows, {}), rows)
+
+    assert 150 <= follows.call_count <= 150 * 20
+
+
+def test_only_the_columns_that_fit_are_written_for_a_terminal(tmp_path):
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _sweep(10, 300)))
+    with mock.patch.object(terminal, "cell", wraps=terminal.cell) as cell:
+        said = answers("show {}", tmp_path)
+
+    assert "Too narrow for" in said and cell.call_count < 2 * 10 * 60
 
 
 # -- traces -------------------------------------------------------------------------------------------------------

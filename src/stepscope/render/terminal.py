@@ -210,28 +210,22 @@ def dropped_columns(table: Table, num_rows: int, width: int) -> list[str]:
 
 def _fitting(table: Table, num_rows: int, width: int) -> tuple[dict[str, list[str]], dict[str, bool]]:
     """Return the cells of the columns that fit, and which of them are text."""
-    order = [name for name in table.screen if name in table.columns] or list(table.columns)
-    texts = {
-        name: [safe(cell(name, value), _MOST_IN_CELL) for value in values[:num_rows]]
-        for name, values in table.columns.items()
-        if name in order
-    }
-    is_text = {name: not is_numeric(table.columns[name]) and not _are_figures(texts[name]) for name in texts}
-    first = next(iter(texts), "")
-    while len(texts) > 1 and _least(texts, is_text, first) > width:
-        del texts[next(name for name in reversed(order) if name in texts and name != first)]
-    return texts, is_text
+    order = dict.fromkeys(name for name in table.screen if name in table.columns) or table.columns
+    names = [name for name in table.columns if name in order]
+    texts: dict[str, list[str]] = {}
+    is_text: dict[str, bool] = {}
+    least = -2  # width of the table with names cut as far as they may be
+    for name in dict.fromkeys((*names[:1], *order)):
+        cells = [safe(cell(name, value), _MOST_IN_CELL) for value in table.columns[name][:num_rows]]
+        is_text[name] = not is_numeric(table.columns[name]) and not _are_figures(cells)
+        longest = max(len(title_of(name)), *map(len, cells), 1)
+        least += 2 + (min(longest, TEXT_WIDTH if texts else NAME_WIDTH) if is_text[name] else longest)
+        if texts and least > width:
+            break
+        texts[name] = cells
+    return {name: texts[name] for name in names if name in texts}, is_text
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
     """Whether texts are figures with units: they are aligned like numbers, and never cut."""
     return any(cells) and all(not text or (text[0] in "+-−–" or text[0].isdigit()) for text in cells)
-
-
-def _least(texts: dict[str, list[str]], is_text: dict[str, bool], first: str) -> int:
-    """Return how wide the table is at least, with names cut as far as they may be."""
-    total = 2 * (len(texts) - 1)
-    for name, cells in texts.items():
-        longest = max(len(title_of(name)), *map(len, cells), 1)
-        total += min(longest, NAME_WIDTH if name == first else TEXT_WIDTH) if is_text[name] else longest
-    return total

@@ -1,5 +1,6 @@
 """Reads a recording's `memory.json.gz` with size limits and type checks."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,10 @@ def _of_version_1(memory: Mapping[str, Any]) -> dict[str, Any]:
         phase = each.get("phase")
         if is_birth and phase is not None and (not stages or stages[-1]["name"] != phase):
             stages.append({"name": phase, "event": event})
-    devices = [each["device"] for each in allocations if each.get("owner") == "parameter"]
+    devices = Counter(each["device"] for each in allocations if each.get("owner") == "parameter")
     return {
         "schema_version": MEMORY_VERSION,
-        "device": max(devices or ["cpu"], key=devices.count),
+        "device": max(devices, key=devices.__getitem__, default="cpu"),
         "num_dropped": memory.get("num_dropped", 0),
         "allocations": allocations,
         "stages": stages,

@@ -12,6 +12,7 @@ from typing import Any
 from stepscope.analysis.memory.module_tree import ModuleBytes, most_alive, rolled_up, starred
 from stepscope.analysis.memory.size_formulas import find_symbols, formula
 from stepscope.analysis.memory.timeline import BEFORE, Levels, Point, thinned
+from stepscope.border import limit
 
 REMAINDER = "allocator rounding, workspaces and in-kernel temporaries"
 BEFORE_THE_WINDOW = "before the window"
@@ -112,7 +113,7 @@ class Account:
     """Other memory from before the step by the variable that holds it, if known; the largest first."""
     num_allocations: int  # on this device
     num_dropped: int  # allocations beyond the recorder's limit, which are not tracked
-    other_devices: Mapping[str, int]  # the most allocated on each other device
+    other_devices: Mapping[str, int]  # the most allocated on each other device, beyond 64 on the rest together
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Return every field as plain values, with at most `most` rows in lists."""
@@ -185,8 +186,17 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         held=parts(((each["caller"], each["bytes"]) for each, _ in mine if _is_held(each)), peak),
         num_allocations=len(mine),
         num_dropped=memory.get("num_dropped") or 0,
-        other_devices={name: Levels.of(others).peak_bytes for name, others in by_device.items()},
+        other_devices=_peaks(by_device),
     )
+
+
+def _peaks(by_device: Mapping[str, Sequence[tuple[Mapping[str, Any], int]]]) -> dict[str, int]:
+    """Return the peak of each device; beyond the limit, of those with fewest allocations together."""
+    ranked, most = sorted(by_device, key=lambda name: -len(by_device[name])), limit("DEVICES")
+    listed = {name: by_device[name] for name in ranked[:most]}
+    if rest := ranked[most:]:
+        listed[f"{len(rest):,} more devices"] = [each for name in rest for each in by_device[name]]
+    return {name: Levels.of(allocations).peak_bytes for name, allocations in listed.items()}
 
 
 def value_of(each: Mapping[str, Any], name: str) -> str | None:

@@ -9,6 +9,7 @@ from stepscope.analysis.kernels.copies import COPYING, FILLING
 from stepscope.analysis.memory.account import BEFORE_THE_WINDOW
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import NO_ROW, climb, is_named, matches, outermost, python_callers
+from stepscope.border import limit
 from stepscope.errors import Unavailable
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
@@ -65,9 +66,14 @@ def memory_summary(linked: Linked) -> tuple[MemorySummary, ...]:
 
 
 def memory_devices(linked: Linked) -> list[tuple[int, int]]:
-    """Return type (a key of `DEVICE_TYPES`, or another) and index of each device with `[memory]` events."""
+    """Return type (a key of `DEVICE_TYPES`, or another) and index of each device with `[memory]` events.
+
+    Of too many devices, these are the ones with most events.
+    """
     columns = linked.memory.select("bytes", "device_type", "device")
-    devices = _sound(columns).select("device_type", "device").unique().sort("device_type", "device")
+    counts = _sound(columns).group_by("device_type", "device").len()
+    devices = counts.sort("len", "device_type", "device", descending=[True, False, False]).head(limit("DEVICES"))
+    devices = devices.select("device_type", "device").sort("device_type", "device")
     return [(device_type, index) for device_type, index in devices.iter_rows()]
 
 

@@ -126,7 +126,7 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
         roofline_summary=roofline_summary(done["roofline"]),
         unlinked=linked.unlinked,
         counts=trace.counts,
-        warnings=(*trace.warnings, *map(_problem, trace.problems), *_too_many_devices(device)),
+        warnings=(*trace.warnings, *map(_problem, trace.problems), *_too_many_devices(linked)),
         **done,
     )
 
@@ -156,10 +156,13 @@ def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:
     return {i: gpu_time(device.filter(pl.col("device") == i)) for i in chosen if counts.height > 1}
 
 
-def _too_many_devices(device: pl.DataFrame) -> Iterator[str]:
-    num, most = device["device"].drop_nulls().n_unique(), limit("DEVICES")
-    if num > most:
-        yield f"of {num:,} GPUs, only {most} are listed one by one: set STEPSCOPE_MAX_DEVICES to list more"
+def _too_many_devices(linked: Linked) -> Iterator[str]:
+    most = limit("DEVICES")
+    for what, num in ("GPUs", linked.device["device"].drop_nulls().n_unique()), (
+        "devices with [memory] events", linked.memory.select("device_type", "device").n_unique()
+    ):  # fmt: skip
+        if num > most:
+            yield f"of {num:,} {what}, only {most} are listed one by one: set STEPSCOPE_MAX_DEVICES to list more"
 
 
 def device_name(linked: Linked) -> str | None:

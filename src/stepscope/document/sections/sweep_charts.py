@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import IMPLEMENTATION_KNOBS, NOISY_SHARE, OK, PointSummary, SweepSummary
@@ -15,6 +16,7 @@ _LENGTHS = ("seq_len", "tokens", "context", "batch")
 _REPETITIONS = ("seed", "warmup", "steps")
 _AXIS_LOG_FACTOR = 4
 _LONGEST_VALUE = 60
+_MOST_LEADERS = 20  # axes that another is compared with
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ def layout_of(sweep: SweepSummary, rows: Sequence[Mapping[str, Any]]) -> Layout:
     ranked = sorted(axes, key=lambda name: _rank(axes[name], ways))
     follows: dict[str, str] = {}
     for name in reversed(ranked):
-        kept = [other for other in ranked if other != name and other not in follows]
-        leader = next((other for other in kept if _follows(sweep.points, name, other)), None)
+        kept = (other for other in ranked if other != name and other not in follows)
+        leaders = islice(kept, _MOST_LEADERS)  # else time grows with the square of the axes
+        leader = next((other for other in leaders if _follows(sweep.points, name, other)), None)
         if leader is not None:
             follows[name] = leader
     free = [name for name in ranked if name not in follows]
@@ -94,8 +97,12 @@ def _rank(axis: Axis, ways: Collection[str]) -> tuple[int, int, int]:
 
 def _follows(points: Sequence[PointSummary], name: str, leader: str) -> bool:
     """Return whether the leader's value determines this axis' value in every point."""
-    pairs = {(point.axes.get(leader), point.axes.get(name)) for point in points}
-    return len(pairs) == len({point.axes.get(leader) for point in points})
+    known: dict[Any, Any] = {}
+    for point in points:
+        value = point.axes.get(name)
+        if known.setdefault(point.axes.get(leader), value) != value:
+            return False
+    return True
 
 
 def _series(
