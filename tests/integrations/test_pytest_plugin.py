@@ -13,9 +13,12 @@ import yaml
 from torch import nn
 
 import stepscope as stepscope_module
+from handmade import gpu_recording
+from memories import a_step, tensor, write_memory
 from stepscope import StepscopeError, Unavailable, UsageError, Windows
 from stepscope.integrations.pytest_plugin import baseline_path
 from stepscope.integrations.step_figures import StepFigures
+from trace_builder import TraceBuilder
 
 pytest_plugins = ["pytester"]
 
@@ -259,6 +262,31 @@ def test_graph_breaks_and_recompiles_do_not_depend_on_earlier_tests(stepscope):
         assert (result.graph_breaks, result.recompiles) == (1, 0)
     sizes = iter([4, 5, *[4] * 100])
     assert stepscope.measure(lambda: compiled(torch.ones(next(sizes), 8)), steps=6, warmup=2).recompiles >= 1
+
+
+def test_counts_on_a_gpu_are_those_of_the_middle_traced_step(tmp_path):
+    folder = gpu_recording(tmp_path / "run")
+    trace = TraceBuilder()
+    for step, num_kernels in enumerate((9, 3, 7)):
+        at = 10_000 * step
+        trace.step(step, at, 9_000).op("aten::mm", at + 5, 1_000, id=step)
+        for number in range(num_kernels):
+            trace.launch("gemm_kernel", at + 10 + 10 * number, (at + 2_000 + 100 * number, 50), id=step)
+        trace.launch(
+            "Memcpy HtoD", at + 900, (at + 6_000, 10), call="cudaMemcpyAsync", category="gpu_memcpy", bytes=512
+        )
+        trace.call("cudaStreamSynchronize", at + 2_000, 1_000)
+    trace.write(folder / "trace" / "rank0.json")
+    memory = a_step()
+    memory["allocations"].append(tensor(7_000, "other"))
+    write_memory(folder / "memory.json.gz", memory)
+
+    figures, ops = StepFigures.of(folder)
+
+    assert (figures.count("kernels"), figures.count("synchronizations"), figures.count("ops")) == (3, 1, 1)
+    assert figures.count("copied_bytes") == 512 and ops == {"aten::mm": 1}
+    assert figures.count("peak_memory") == 3_300  # of the allocator's 4,100: without rounding and the 7,000
+    assert figures.device == "NVIDIA H200" and len(figures.step_time_ns) == 4
 
 
 def test_an_error_of_the_step_is_the_tests_own(stepscope):

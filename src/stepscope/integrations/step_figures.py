@@ -13,7 +13,7 @@ from pathlib import Path
 from stepscope.analysis.comparison.compare import Gate, GateResult, Missing, Pair, decide, parse_gate
 from stepscope.analysis.comparison.metrics import METRICS, THRESHOLD_SHARE, Change, Measure, Metric, change_of
 from stepscope.border import AMOUNT, TEXT, TIME, NotOfSchema, check, read_json
-from stepscope.errors import StepscopeError, Unavailable, UsageError
+from stepscope.errors import StepscopeError, Unavailable, UsageError, if_available
 from stepscope.session import Session, open_session
 
 SCHEMA_VERSION = 1
@@ -135,7 +135,7 @@ def _counts(session: Session) -> tuple[dict[str, int], dict[str, int]]:
 
     from stepscope.analysis.compiler.compile_summary import compiler_summary
     from stepscope.analysis.kernels.copy_sources import copy_sources
-    from stepscope.analysis.memory.account import OTHER
+    from stepscope.analysis.memory.account import OTHER, REMAINDER
     from stepscope.analysis.structure.nesting import is_aten_op, outermost
     from stepscope.analysis.time.syncs import syncs
 
@@ -146,12 +146,13 @@ def _counts(session: Session) -> tuple[dict[str, int], dict[str, int]]:
     ops = linked.host.filter(is_op)
     ops = ops.filter(outermost(linked.host, ops["row"], is_op) == ops["row"]).filter(in_step)
     compiler = compiler_summary(session.recording.compiler or {})
-    flops, account = session.summary.flops, session.memory.account
+    flops, memory = session.summary.flops, if_available(lambda: session.memory)
+    owners = () if memory is None else memory.account.live_at_peak.by_owner
     found: dict[str, int | None] = {
         "ops": ops.height,
         "copied_bytes": int(copy_sources(linked).filter(in_step)["bytes"].sum()),
-        # Tensors from before the step that are no part of it may be left over from another test.
-        "peak_memory": sum(part.bytes for part in account.live_at_peak.by_owner if part.name != OTHER),
+        # Tensors from before the step that are no part of it, and what libraries keep, may be from another test.
+        "peak_memory": sum(part.bytes for part in owners if part.name not in (OTHER, REMAINDER)) or None,
         "graph_breaks": compiler.num_graph_breaks,
         "recompiles": compiler.num_recompiles,
         "flops": None if flops is None else flops.hardware_flops,
