@@ -75,6 +75,9 @@ def folder(tmp_path_factory):
         made.launch(HOSTILE, at + 40, (at + 6000, 100), id=step)
     trace = made.write(folder / "trace.json")
     os.utime(trace, (1_600_000_000,) * 2)
+    for number, name in enumerate(("nsight.sqlite", "memory.pickle", "config.json")):
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (1_400_000_000 - number,) * 2)
     linked = cpu_recording(folder / "linked")
     (linked / "samples.jsonl").unlink()
     (linked / "samples.jsonl").symlink_to(outside / "secret.json")
@@ -176,10 +179,10 @@ def test_every_answer_is_bounded_and_marks_what_a_file_says(answers):
 def test_lists_can_be_continued(answers):
     is_error, found = answers[1]["runs, the second"]
 
-    assert not is_error and found["data"]["total"] == 4
+    assert not is_error and found["data"]["total"] == 6
     assert [run["path"] for run in found["data"]["runs"]] == ["⟦runs/base⟧"]
     assert found["left_out"] == [
-        "runs: 1 of 3 shown",
+        "runs: 1 of 5 shown",
         f"At most {MOST_ROWS} rows and {MOST_CHARACTERS:,} characters fit. The next ones: offset=2.",
     ]
 

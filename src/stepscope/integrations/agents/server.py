@@ -29,6 +29,7 @@ Work in a loop: measure (run), find (diagnose, ledger, kernels, modules, memory)
 states, or plan), change the script, prove (compare two runs, or verify a fix). Times are in the unit of the field's
 name. Paths are relative to the folder of the server. {UNTRUSTED}"""
 _RUN_CODE = "from sys import argv, exit, path; del path[0]; from stepscope.cli.main import main; exit(main(argv[1:]))"
+_ENDINGS = (".json", ".json.gz", ".sqlite", ".pickle")
 _MARKERS = {"recording.json": "recording", "study.json": "study", "results.jsonl": "sweep"}
 
 
@@ -323,9 +324,10 @@ class Tools:
                 folders.clear()
                 yield self._entry(at, _MARKERS[marker], at / marker)
                 continue
-            for file in sorted(at / name for name in files if name.endswith((".json", ".json.gz", ".pickle"))):
+            for file in sorted(at / name for name in files if name.endswith(_ENDINGS)):
                 with suppress(OSError):
-                    if file.suffix == ".pickle" or (not file.is_symlink() and b'"traceEvents"' in beginning_of(file)):
+                    is_json = file.name.endswith(_ENDINGS[:2])
+                    if not file.is_symlink() and (not is_json or b'"traceEvents"' in beginning_of(file)):
                         yield self._entry(file, "snapshot" if file.suffix == ".pickle" else "trace", file)
 
     def _entry(self, path: Path, kind: str, file: Path) -> dict[str, Any]:
