@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import random
 import sqlite3
 from pathlib import Path
 
@@ -324,6 +326,27 @@ def test_a_file_that_is_cut_off_is_an_error(tmp_path: Path, cut: int) -> None:
     path = training_run().write(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(TraceError, match=r"run\.sqlite"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_anywhere_is_a_sentence_or_leaves_a_trace(tmp_path: Path, seed: int) -> None:
+    chance, path = random.Random(seed), training_run(2).write(tmp_path)
+    data = bytearray(path.read_bytes())
+    for _ in range(chance.choice((1, 10, 60))):
+        at, source = chance.randrange(16, len(data)), chance.randrange(len(data))
+        length = chance.choice((1, 4, 300))
+        data[at : at + length] = chance.choice((b"\xff" * length, data[source : source + length]))
+    path.write_bytes(data)
+    with contextlib.suppress(TraceError):
+        for opened in open_ranks(find_traces([path]), use_cache=False):
+            assert opened.trace.num_events
+
+
+def test_a_schema_that_is_not_text_is_an_error(tmp_path: Path) -> None:
+    path = training_run(1).write(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE", b"CREATE T\xffBLE"))
+    with pytest.raises(TraceError, match="damaged"):
         read_trace(path)
 
 

@@ -99,13 +99,13 @@ class Database(AbstractContextManager["Database"]):
     def _run(self, statement: str) -> sqlite3.Cursor:
         try:
             return self._connection.execute(statement)
-        except (sqlite3.Error, sqlite3.Warning) as error:
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             raise self._error(error) from None
 
     def _fetch(self, cursor: sqlite3.Cursor) -> list[Any]:
         try:
             return cursor.fetchmany(_ROWS)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError) as error:
             raise self._error(error) from None
 
     def _is_spent(self) -> bool:
@@ -114,6 +114,7 @@ class Database(AbstractContextManager["Database"]):
 
     def _error(self, error: object) -> TraceError:
         why = "it takes more work than any file of its size" if str(error) == "interrupted" else error
+        why = "it is damaged" if isinstance(error, UnicodeError) else why  # in SQLite's own message
         return TraceError(f"{self.path} cannot be read as an SQLite database: {why}")
 
 
