@@ -59,7 +59,7 @@ def is_nsight(path: Path) -> bool:
 def gpu_processes(path: Path) -> list[int]:
     """Return the processes in an export that used a GPU, by GPU and then by number; empty if it does not tell."""
     with _opened(path) as database:
-        used = [database.read(table, ("globalPid", "deviceId")) for table in _GPU_TABLES]
+        used = [database.read(table, ("globalPid", "deviceId"), is_distinct=True) for table in _GPU_TABLES]
     by_process = pl.concat(used).drop_nulls("globalPid").group_by(_process("globalPid"))
     return by_process.agg(pl.col("deviceId").min()).sort("deviceId", "globalPid")["globalPid"].to_list()
 

@@ -47,6 +47,7 @@ class Database(AbstractContextManager["Database"]):
     def _plain_tables(self) -> dict[str, list[str]]:
         """Return the columns of each table; a view or a virtual table stands for SQL and is not one."""
         self._run("PRAGMA trusted_schema = OFF")
+        self._run("PRAGMA temp_store = MEMORY")
         self._run("PRAGMA cell_size_check = ON")
         found = self._run("SELECT name, type, rootpage FROM sqlite_master WHERE type IN ('table', 'view')")
         names = {name: kind == "table" and bool(page) for name, kind, page in found if isinstance(name, str)}
@@ -59,7 +60,9 @@ class Database(AbstractContextManager["Database"]):
         self._connection.set_authorizer(_authorize)
         return columns
 
-    def read(self, table: str, integers: tuple[str, ...], texts: tuple[str, ...] = ()) -> pl.DataFrame:
+    def read(
+        self, table: str, integers: tuple[str, ...], texts: tuple[str, ...] = (), is_distinct: bool = False
+    ) -> pl.DataFrame:
         """Return columns of a table, empty without the table. A column or a value that is not as asked is null."""
         if table in self.not_plain:
             raise TraceError(f"{self.path}: {table} is a view or a virtual table, which Stepscope does not run")
@@ -71,7 +74,8 @@ class Database(AbstractContextManager["Database"]):
         chosen = [self._value(table, name, "integer") for name in integers]
         chosen += [self._value(table, name, "text", longest + 1) for name in texts]
         # An index may hold SQL, or other values than the table: it is not used.
-        cursor = self._run(f'SELECT {", ".join(chosen)} FROM "{table}" NOT INDEXED')
+        which = "DISTINCT " if is_distinct else ""
+        cursor = self._run(f'SELECT {which}{", ".join(chosen)} FROM "{table}" NOT INDEXED')
         while rows := self._fetch(cursor):
             frames.append(pl.DataFrame(rows, schema=schema, orient="row"))
             num_rows += len(rows)
