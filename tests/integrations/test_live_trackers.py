@@ -85,19 +85,21 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory):
-    """A script that was logged to TensorBoard, a tracker that is down, Prometheus and a collector, and failed."""
-    pytest.importorskip("tensorboard"), pytest.importorskip("mlflow"), pytest.importorskip("opentelemetry.sdk")
+    """A script that was logged to TensorBoard, W&B without an account, Prometheus and a collector, and failed."""
+    pytest.importorskip("tensorboard"), pytest.importorskip("wandb"), pytest.importorskip("opentelemetry.sdk")
     folder = tmp_path_factory.mktemp("live")
     (folder / "train.py").write_text(SCRIPT)
     collector = Collector()
     options = ["--warmup", "2", "--clean", "4", "--trace", "1", "--quiet", "-o", "recording"]
-    options += ["--log-to", "tensorboard:logs", "--log-to", "mlflow:http://127.0.0.1:9", "--otlp"]
+    options += ["--log-to", "tensorboard:logs", "--log-to", "wandb", "--otlp"]
     words = [sys.executable, "-m", "stepscope", "run", *options, "--metrics-file", "metrics.prom", "train.py"]
     variables = {
         **os.environ,
         **OFFLINE,
         "STEPSCOPE_LOG_SECONDS": "0.2",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "WANDB_MODE": "online",  # without an account, and with a server that is down
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "HOME": str(folder),
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
     }
     done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
@@ -130,7 +132,7 @@ def test_the_script_ends_as_it_would_alone_and_a_tracker_that_is_down_is_one_lin
     assert "ValueError: the script fails" in done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("stepscope:")]
     assert len(warnings) == 1 and re.match(
-        r"stepscope: logging to mlflow:\S+ ended: .*The script goes on$", warnings[0]
+        r"stepscope: logging to wandb ended: .*API key.* The script goes on$", warnings[0]
     )
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def follow(
         except Exception as error:
             logs.remove(log)
             text = str(error) if isinstance(error, StepscopeError) else failure(error)
-            os.write(stderr, f"stepscope: logging to {log.target} ended: {text}. The script goes on\n".encode())
+            line = f"stepscope: logging to {log.target} ended: {text.rstrip('.')}. The script goes on\n"
+            with suppress(OSError):  # nobody reads it
+                os.write(stderr, line.encode(errors="replace"))
 
     with TemporaryDirectory(prefix="stepscope-") as temporary:
         while logs and not is_over:
