@@ -66,6 +66,13 @@ def test_without_ops_the_outermost_range_that_fills_most_time_is_the_step(tmp_pa
     assert steps.table["start_ns"].to_list() == [0, 100_000, 200_000]
 
 
+def test_without_ops_a_phase_is_no_step(tmp_path: Path) -> None:
+    export = NsightBuilder()
+    for at in (0, 100, 200):
+        export.range("forward", at, 30).range("backward", at + 30, 65).launch("kernel", at + 10, runs=(at + 20, 30))
+    assert link(read_trace(export.write(tmp_path))).steps.source == "none"
+
+
 def test_without_ops_ranges_that_are_rare_are_no_steps(tmp_path: Path) -> None:
     export = NsightBuilder().range("setup", 0, 80).range("teardown", 100, 80).launch("kernel", 10, runs=(20, 30))
     assert link(read_trace(export.write(tmp_path))).steps.source == "none"

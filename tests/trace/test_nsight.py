@@ -257,8 +257,9 @@ def test_names_that_are_too_long_are_cut_and_huge_ones_refused(tmp_path: Path) -
     path = changed(training_run(1).write(tmp_path), f"UPDATE StringIds SET value = '{'x' * 5000}' WHERE id = 1")
     assert max(map(len, read_trace(path).host["name"].cast(str).drop_nulls())) == 4097
     changed(path, "UPDATE StringIds SET value = CAST(zeroblob(20000000) AS TEXT) WHERE id = 1")
-    with pytest.raises(TraceError, match="too big"):
-        read_trace(path)
+    if hasattr(sqlite3.Connection, "setlimit"):  # from Python 3.11 on; before, the name is only cut
+        with pytest.raises(TraceError, match="too big"):
+            read_trace(path)
 
 
 def test_more_rows_than_the_limit_are_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
