@@ -133,6 +133,23 @@ def test_threads_are_set_also_if_the_script_sets_others(apply, monkeypatch):
     assert torch.get_num_threads() == before
 
 
+def test_fewer_threads_are_set_only_if_asked_for(apply, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    fixes = apply("threads=2")
+    fixes.use_roots([nn.Linear(1, 1)])
+    assert torch.get_num_threads() == 2
+    assert facts(fixes, "threads")["changed"] == {"torch uses 2 threads instead of 3": 1}
+    fixes.remove()
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    fixes = apply("threads")
+    fixes.use_roots([nn.Linear(1, 1)])
+    assert facts(fixes, "threads")["left"] == {"torch uses 3 threads already": 1}
+    fixes.remove()
+    torch.set_num_threads(before)
+
+
 def test_rounding_moves_weights_by_less_than_half_a_unit_and_leaves_the_random_numbers(apply):
     _, _, plain, _ = trained(apply, "")
     state = torch.get_rng_state()

@@ -157,6 +157,7 @@ class Threads(Change):
         self._pid = os.getpid()
         is_set = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._is_asked = self.value is not None  # else more threads are meant
         self._wanted = int(self.value or (cores if is_set else self._before))
         self.handles.append(Around(torch, "set_num_threads", self._set))
         if not self.only_looks:
@@ -172,7 +173,7 @@ class Threads(Change):
     def use_roots(self, roots: list[nn.Module]) -> None:
         if any(parameter.is_cuda for root in roots for parameter in root.parameters()):
             self.left["the model is on a GPU"] += 1
-        elif self._theirs >= self._wanted:
+        elif self._theirs == self._wanted or (self._theirs > self._wanted and not self._is_asked):
             self.left[f"torch uses {self._theirs} threads already"] += 1
         else:
             self.value = str(self._wanted)
