@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import sqlite3
 import struct
 import subprocess
@@ -110,12 +111,24 @@ def test_a_sweep_in_tensorboard_has_a_run_per_point_with_parameters(sweep):
 
     assert sorted(each.name for each in folder.iterdir()) == ["sweep", "variant=big", "variant=fast", "variant=plain"]
     events = scalars_of(folder / "variant=fast")
-    assert events.Scalars("stepscope/time_median_ns")[0].value == 1_000_000
-    assert events.Scalars("stepscope/tokens_per_s")[0].value == pytest.approx(1e6)
+    assert events.Scalars("stepscope/step_time_ms")[0].value == 1.0
+    assert events.Scalars("stepscope/tokens_per_second")[0].value == pytest.approx(1e6)
     content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
     start = metadata.parse_session_start_info_plugin_data(content)
     assert start.hparams["variant"].string_value == "fast" and start.hparams["seq_len"].number_value == 64
     assert (folder / "sweep" / "report.html").is_file()
+
+
+def test_a_study_has_the_points_of_all_its_sweeps(tmp_path):
+    study = tmp_path / "study"
+    shutil.copytree(Path(__file__).parents[2] / "docs" / "results" / "h200" / "study-tsmoe", study)
+
+    folder = log(study, "tensorboard:logs") / "logs" / "study"
+
+    rows = [json.loads(line) for file in study.glob("*/results.jsonl") for line in file.read_text().splitlines()]
+    names = {each.name for each in folder.iterdir()}
+    assert len(names) == len(rows) + 1 and {"study", "masks_mask=causal"} <= names
+    assert (folder / "study" / "report.html").is_file()
 
 
 def test_mlflow_in_sqlite(recording):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stepscope.analysis.comparison.sweeps import PointSummary, SweepSummary, record_of
+from stepscope.analysis.comparison.sweeps import PointSummary, SweepSummary
 from stepscope.document.card import Card
 from stepscope.errors import StepscopeError, UsageError, failure
 from stepscope.rows import RESULTS_FILE
@@ -132,7 +133,7 @@ def _log_sweeps(session: Session, target: Target, report: Report) -> int:
             parameters = {**point.axes, "status": point.status, "device_name": point.device_name}
             values = _numbers(point)
             tracker = target.open_run(Run(of + _name(point, sweep), parameters, group=name))
-            tracker.log([Point(0, 0.0, values)])
+            tracker.log([Point(0, time.time(), values)])
             tracker.summarize(values, f"{of}{_name(point, sweep)}: {point.reason or point.status}")
             tracker.close()
             num_runs += 1
@@ -145,10 +146,21 @@ def _log_sweeps(session: Session, target: Target, report: Report) -> int:
 
 
 def _name(point: PointSummary, sweep: SweepSummary) -> str:
-    return ", ".join(f"{axis}={point.axes.get(axis)}" for axis in sweep.varying) or point.hash
+    return ",".join(f"{axis}={point.axes.get(axis)}" for axis in sweep.varying) or point.hash
 
 
 def _numbers(point: PointSummary) -> dict[str, float]:
-    """Return the figures of a point under the names of `stepscope bench --json`."""
-    figures = {name: value for name, value in record_of(point).items() if name not in point.axes}
-    return {PREFIX + name: value for name, value in figures.items() if isinstance(value, (int, float))}
+    """Return the figures of a point, by the names that runs have too."""
+    time_ns, memory = point.time, point.peak_allocated_bytes or point.peak_resident_bytes
+    found = {
+        "step_time_ms": None if time_ns is None else time_ns.median / 1e6,
+        "step_time_p10_ms": None if time_ns is None else time_ns.p10 / 1e6,
+        "step_time_p90_ms": None if time_ns is None else time_ns.p90 / 1e6,
+        "tokens_per_second": point.tokens_per_s,
+        "mfu": None if point.mfu is None else point.mfu.share,
+        "peak_memory_gib": None if memory is None else memory / 2**30,
+        "compile_ms": None if point.compile_ns is None else point.compile_ns / 1e6,
+        **{name: getattr(point, name) for name in ("loss", "final_loss", "speedup", "max_batch", "num_parameters")},
+        **point.facts,
+    }
+    return {PREFIX + name: value for name, value in found.items() if value is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class TensorBoard:
 
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._writer, self._files = folder, EventFileWriter(str(folder)), list[str]()
-        self._last = Point(0, 0.0, {})
+        self._last = Point(0, time.time(), {})
         self._parameters = dict(run.parameters)
         if run.parameters:
             self._write_text(
@@ -35,15 +36,11 @@ class TensorBoard:
             )
 
     def log(self, points: Sequence[Point]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for point in points:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
-            self._writer.add_event(
-                Event(step=point.step, wall_time=point.time_s or None, summary=Summary(value=values))
-            )
             self._last = point
+            self._write([Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()])
         self._writer.flush()
 
     def summarize(self, values: Mapping[str, Any], text: str) -> None:
@@ -63,9 +60,16 @@ class TensorBoard:
             self._write_text("files", _table([{"file": str(self._folder / name)} for name in self._files]))
         self._writer.close()
 
+    def _write(self, values: Sequence[Any]) -> None:
+        """Write values at the last step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        step, time_s = self._last.step, self._last.time_s
+        self._writer.add_event(Event(step=step, wall_time=time_s, summary=Summary(value=values)))
+
     def _write_text(self, name: str, markdown: str) -> None:
         from tensorboard.compat.proto import types_pb2
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -74,14 +78,10 @@ class TensorBoard:
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         tensor = TensorProto(dtype=types_pb2.DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
         metadata = create_summary_metadata(display_name=None, description=None)
-        value = Summary.Value(tag=f"stepscope/{name}", metadata=metadata, tensor=tensor)
-        self._writer.add_event(
-            Event(step=self._last.step, wall_time=self._last.time_s or None, summary=Summary(value=[value]))
-        )
+        self._write([Summary.Value(tag=f"stepscope/{name}", metadata=metadata, tensor=tensor)])
 
     def _write_hparams(self, metrics: Sequence[str]) -> None:
         """Write the parameters for the HPARAMS tab, with the names of the figures beside them."""
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
@@ -101,8 +101,7 @@ class TensorBoard:
         ):
             data = plugin_data_pb2.HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **content)
             of_plugin = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString())
-            value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=of_plugin))
-            self._writer.add_event(Event(summary=Summary(value=[value])))
+            self._write([Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=of_plugin))])
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
