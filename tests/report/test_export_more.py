@@ -175,6 +175,16 @@ def test_without_a_gpu_it_is_the_hosts_time(tmp_path):
     assert sum(stacks_of(select(linked)).values()) == linked.host["self_ns"].sum() == 100_000
 
 
+def test_a_collective_on_the_host_has_its_name_and_a_label_of_ours_none():
+    trace = (
+        TraceBuilder().step(3, 0, 100).annotation("stepscope.module/a", 10, 80).annotation("gloo:all_reduce", 20, 50)
+    )
+
+    ends = {stack[-1]: ns for stack, ns in stacks_of(select(trace.linked())).items()}
+
+    assert ends["gloo:all_reduce"] == 50_000 and set(ends) == {"gloo:all_reduce", "a", "no module"}
+
+
 @needs_traces
 @pytest.mark.parametrize("name", ["h200/llama_compiled.json.gz", "public/qwen0.5b_h100_stacks.json.gz"])
 def test_real_traces_lose_nothing(name):

@@ -11,9 +11,11 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.steps import LABELS
 from stepscope.document.colors import GREY, PHASES
 from stepscope.document.kernel_names import short_name
 from stepscope.exporters.selection import Selection
+from stepscope.exporters.speedscope import OUR_LABEL
 from stepscope.exporters.tracks import module_paths
 from stepscope.formatting import duration, percent, safe
 from stepscope.render.colors import ink_on
@@ -36,8 +38,10 @@ def stacks_of(selection: Selection) -> Stacks:
     else:
         host = selection.linked.host
         inner = host["name"].gather(ancestor(host, host["kind"] == "op")).cast(pl.String)
+        label = pl.col("name").cast(pl.String)
+        own = pl.when(~label.str.contains(f"{OUR_LABEL}|{LABELS}")).then(label)  # such as a collective on the host
         frame = (
-            host.with_columns(op_name=inner)
+            host.with_columns(op_name=pl.coalesce(inner, own))
             .join(selection.host.select("row"), on="row", how="semi")
             .select("phase", "module", "op_name", name=pl.lit(None, pl.String), ns="self_ns")
         )

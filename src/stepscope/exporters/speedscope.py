@@ -20,7 +20,7 @@ from stepscope.version import __version__
 ENDINGS = (".speedscope.json", ".json", ".speedscope.json.gz", ".json.gz")
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 _EVENTS_A_TEXT = 20_000
-_OUR_LABEL = f"^({re.escape(MODULE_PREFIX)}|{re.escape(PHASE_PREFIX)})"
+OUR_LABEL = f"^({re.escape(MODULE_PREFIX)}|{re.escape(PHASE_PREFIX)})"
 """What `stepscope run` writes before a module's or a phase's name: the name alone says it."""
 
 
@@ -55,7 +55,7 @@ class Speedscope:
         names = dict(self._selection.linked.trace.threads.select("thread", "thread_name").iter_rows())
         start = self._selection.start_ns
         for (thread,), part in self._selection.host.group_by("thread", maintain_order=True):
-            frames = self._number(part["name"].cast(pl.String).str.replace(_OUR_LABEL, ""))
+            frames = self._number(part["name"].cast(pl.String).str.replace(OUR_LABEL, ""))
             begins, ends = (part[side] - start for side in ("start_ns", "end_ns"))
             name = names.get(thread) or f"thread {thread}"
             yield str(name), self._nested(zip(begins, ends, frames))
