@@ -144,6 +144,17 @@ def test_a_training_without_steps(tmp_path):
     assert current.session is None
 
 
+def test_a_fault_of_ours_does_not_stop_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(Classifier, "log_dict", lambda *_args, **_kwargs: 1 / 0)
+    made = trainer(tmp_path, StepscopeCallback(tmp_path / "run", windows=WINDOWS), log_every_n_steps=5)
+    made.fit(Classifier(), loaders()[0])
+
+    recording = read_recording(tmp_path / "run")
+    assert made.global_step == 24
+    assert (recording.status, len(recording.samples)) == ("finished", 5)
+    assert "ZeroDivisionError" in str(recording.facts["notes"])
+
+
 def test_copies_have_no_session(tmp_path):
     copies: list[StepscopeCallback] = []
 

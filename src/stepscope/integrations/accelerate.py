@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.recorder import wall
 
 try:
     from accelerate import Accelerator, tracking
@@ -45,6 +46,7 @@ class StepscopeTracker(tracking.GeneralTracker):
     def tracker(self) -> TrainerRecording:
         return self.recording
 
+    @wall.guarded
     def start(self) -> None:
         if self.recording.begin():
             from stepscope.recorder.patches import Around

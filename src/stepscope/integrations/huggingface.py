@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.recorder import wall
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -37,6 +38,7 @@ class StepscopeCallback(TrainerCallback):
     ) -> None:
         self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
 
+    @wall.guarded
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         if self.recording.begin():
             from stepscope.recorder.patches import Patch

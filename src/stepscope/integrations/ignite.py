@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.recorder import wall
 
 try:
     from ignite.engine import Engine, Events
@@ -46,6 +47,7 @@ class StepscopeHandler:
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=every) | Events.EPOCH_COMPLETED, self._updates)
         trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, lambda _engine: self.recording.end())
 
+    @wall.guarded
     def _started(self, trainer: Engine) -> None:
         if self.recording.begin():
             from stepscope.recorder.patches import Patch

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.recorder import wall
 
 try:
     from lightning.pytorch import Callback
@@ -43,13 +44,14 @@ class StepscopeCallback(Callback):
         self._last_step = trainer.global_step
         self.recording.begin()
 
+    @wall.guarded
     def on_train_batch_end(self, trainer: Any, module: Any, *_args: Any, **_kwargs: Any) -> None:
         if trainer.global_step == self._last_step:
             return  # gradients accumulate
         self._last_step = trainer.global_step
         self.recording.step()
-        if trainer._logger_connector.should_update_logs and (metrics := self.recording.metrics()):
-            module.log_dict(metrics, on_step=True, on_epoch=False)
+        if self.recording.folder is not None and trainer._logger_connector.should_update_logs:
+            module.log_dict(self.recording.metrics(), on_step=True, on_epoch=False)
 
     def on_validation_start(self, *_args: Any) -> None:
         self.recording.evaluation_begins()
