@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from test_finished_runs_in_trackers import OFFLINE, scalars_of
 from torch import nn
 
 import stepscope
+from handmade import cpu_recording, write_recording
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.recorder.windows import Windows
 from stepscope.session import open_session
@@ -202,6 +204,44 @@ def test_a_mistake_is_said_before_the_script_starts(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="'prometheus' is not a tracker"):
         stepscope.record(tmp_path / "run", log_to=["prometheus:x"]).__enter__()
     assert not (tmp_path / "run").exists()
+
+
+def test_the_run_is_that_of_the_folder_while_its_ranks_still_record(tmp_path):
+    folder = write_recording(tmp_path / "recording", {"status": "interrupted"}, [])
+    cpu_recording(folder / "rank0", status="interrupted", trace=None)
+    stop, start = os.pipe()
+    os.write(start, b"\n")
+    words = [sys.executable, "-m", "stepscope", "log", folder, "--to", f"prometheus:{tmp_path}/m.prom"]
+
+    subprocess.run([*words, "--follow", "0"], stdin=stop, check=True, timeout=120)
+
+    os.close(stop), os.close(start)
+    assert values_of((tmp_path / "m.prom").read_text())["stepscope_steps"] == 12  # of rank 0, with the folder's name
+
+
+def test_a_script_that_is_killed_is_logged_to_its_end(tmp_path):
+    folder = cpu_recording(tmp_path / "recording", status="interrupted", trace=None)
+    source = f"""
+import pathlib, time
+from stepscope.trackers.follow import LiveLog, targets_of
+LiveLog(pathlib.Path({str(folder)!r}), targets_of([], {str(tmp_path / "m.prom")!r}, False, 0), 0)
+time.sleep(600)
+"""
+    killed = subprocess.Popen([sys.executable, "-c", source], env={**os.environ, "STEPSCOPE_LOG_SECONDS": "0.2"})
+
+    def wait_for(running: int) -> dict[str, float]:
+        for _ in range(600):
+            found = values_of((tmp_path / "m.prom").read_text()) if (tmp_path / "m.prom").exists() else {}
+            if found.get("stepscope_running") == running and "stepscope_steps" in found:
+                return found
+            time.sleep(0.1)
+        raise AssertionError(found)
+
+    wait_for(1)
+    killed.kill()
+    killed.wait()
+
+    assert wait_for(0)["stepscope_steps"] == 12
 
 
 def test_labels_and_names_are_escaped(tmp_path):

@@ -84,7 +84,7 @@ def follow(
     stderr = _silence()
     parent, pause_s, is_over = os.getppid(), 0.0, False
     least_s = float(os.environ.get(PAUSE_VARIABLE) or PAUSE_S)
-    logs = [Logged(target, rank) for target in targets]
+    logs = [Logged(target, folder, rank) for target in targets]
 
     def attempt(log: Logged, action: Callable[[], object]) -> None:
         try:

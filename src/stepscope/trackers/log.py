@@ -36,7 +36,7 @@ def log_session(session: Session, target: Target, write_report: WriteReport) -> 
     with TemporaryDirectory(prefix="stepscope-") as folder:
         report = Report(Path(folder), session, write_report)
         if session.kind is Kind.RECORDING:
-            _or_error(target, lambda: Logged(target).finish(session, report))
+            _or_error(target, lambda: Logged(target, session.path).finish(session, report))
             return 1
         if session.kind not in (Kind.SWEEP, Kind.STUDY):
             raise UsageError(
@@ -57,8 +57,8 @@ def _or_error(target: Target, action: Callable[[], Any]) -> Any:
 class Logged:
     """A recording in a tracker: what has been sent of it, and its end."""
 
-    def __init__(self, target: Target, rank: int | None = None) -> None:
-        self.target, self._rank = target, rank
+    def __init__(self, target: Target, folder: Path, rank: int | None = None) -> None:
+        self.target, self._name, self._rank = target, folder.resolve().name, rank
         self._tracker: Tracker | None = None
         self._sent_ns = 0
 
@@ -66,7 +66,7 @@ class Logged:
         """Send the steps that are new, and the figures of the run so far."""
         recording = session.recording
         if self._tracker is None:
-            self._tracker = self.target.open_run(_run_of(session, self._rank))
+            self._tracker = self.target.open_run(_run_of(session, self._name, self._rank))
         points = step_points(recording, self._sent_ns)
         if points:
             self._tracker.log([*points, *figure_point(recording, session.summary)])
@@ -91,7 +91,7 @@ class Logged:
         tracker.close()
 
 
-def _run_of(session: Session, rank: int | None) -> Run:
+def _run_of(session: Session, name: str, rank: int | None) -> Run:
     facts = session.recording.facts
     environment, command = facts.get("environment") or {}, facts.get("command") or {}
     found = {
@@ -102,7 +102,7 @@ def _run_of(session: Session, rank: int | None) -> Run:
     }
     parameters = {name: value for name, value in found.items() if value}
     rank = environment.get("rank", 0) if rank is None else rank
-    return Run(session.path.resolve().name, parameters, rank=rank)
+    return Run(name, parameters, rank=rank)
 
 
 def _findings(session: Session) -> Iterator[dict[str, str]]:
