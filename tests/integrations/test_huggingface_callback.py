@@ -141,6 +141,14 @@ def test_steps_tokens_micro_batches_and_phases_are_those_of_stepscope_run(three)
     )
 
 
+@pytest.mark.parametrize("name", ["alone", "run"])
+def test_evaluations_and_checkpoints_begin_where_the_trainer_calls_them(name, three):
+    places = read_recording(three[name] / name).facts["between"]
+
+    assert {place.split()[-1] for place in places["evaluation"]} == {"_evaluate"}
+    assert {place.split()[-1] for place in places["checkpoint"]} == {"_maybe_log_save_evaluate"}
+
+
 def test_under_stepscope_run_there_is_one_recording_and_no_step_counts_twice(three):
     both = read_recording(three["both"] / "run")
 

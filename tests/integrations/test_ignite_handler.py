@@ -54,6 +54,17 @@ def test_steps_micro_batches_evaluations_and_figures(tmp_path):
     assert current.session is None
 
 
+def test_an_evaluator_that_calls_no_model_evaluates(tmp_path):
+    trainer, _ = engines()
+    evaluator = Engine(lambda _engine, _batch: None)
+    handler(tmp_path).attach(trainer, evaluator)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda _engine: evaluator.run(DATA))
+    trainer.run(DATA)
+
+    samples = read_recording(tmp_path / "run").samples
+    assert [each.step for each in samples if "evaluation" in (each.num_times or {})] == [3]
+
+
 def test_a_run_that_fails_in_its_third_step(tmp_path):
     trainer, _ = engines()
     handler(tmp_path).attach(trainer)

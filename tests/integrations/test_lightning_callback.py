@@ -102,6 +102,14 @@ def test_the_loggers_get_the_figures(tmp_path):
     assert float(logged[-1]["stepscope/steps"]) == 24
 
 
+def test_a_validation_that_calls_no_model_is_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(Classifier, "validation_step", lambda *_args: None)
+    trainer(tmp_path, StepscopeCallback(tmp_path / "run", windows=WINDOWS)).fit(Classifier(), *loaders())
+
+    samples = read_recording(tmp_path / "run").samples
+    assert [each.step for each in samples if "evaluation" in (each.num_times or {})] == [12]
+
+
 def test_two_optimizers_make_one_step(tmp_path):
     trainer(tmp_path, StepscopeCallback(tmp_path / "run", windows=WINDOWS)).fit(Alternating(), loaders()[0])
 
