@@ -40,6 +40,24 @@ def test_analyze_counts_exactly(export: Path) -> None:
     assert [phases[name] for name in ("forward", "backward", "optimizer")] == [800_000, 400_000, 400_000]
 
 
+def test_rules_that_need_dtypes_are_not_checked(export: Path, tmp_path: Path) -> None:
+    diagnosis = json.loads(run_verb("diagnose", export, "--json").stdout)
+    needing = {
+        "float64_work",
+        "loss_scaling",
+        "fp32_matmul",
+        "unfused_elementwise",
+        "attention_backend",
+        "memory_layout",
+    }
+    why = {each["id"]: each["reason"] for each in diagnosis["unchecked"]}
+    assert all("no dtypes" in why[name] for name in needing)
+    assert {"small_gemms", "synchronization", "waiting_for_data"} <= set(diagnosis["clean"])
+    # Without shapes, even less can be checked.
+    bare = json.loads(run_verb("diagnose", training_run(shapes=False).write(tmp_path), "--json").stdout)
+    assert "small_gemms" not in bare["clean"]
+
+
 def test_sql_memory_and_compare_answer(export: Path, tmp_path: Path) -> None:
     answer = run_verb("analyze", "--sql", export, "select sum(duration_ns) as total from device")
     assert "1600000" in answer.stdout

@@ -187,10 +187,12 @@ class Case:
             raise Unavailable("The trace has no GPU work. Record on a GPU, with ProfilerActivity.CUDA.")
         return self.all_work.filter(pl.col("event").is_in(self.replay.events))
 
-    def with_shapes(self) -> None:
-        """Raise Unavailable if the trace has no tensor shapes."""
+    def with_shapes(self, and_dtypes: bool = False) -> None:
+        """Raise Unavailable if the trace has no tensor shapes, or no dtypes where a rule needs them."""
         if self.work["shapes"].null_count() == self.work.height:
             raise Unavailable("The trace has no tensor shapes. Record with record_shapes=True.")
+        if and_dtypes and self.work["dtypes"].null_count() == self.work.height:
+            raise Unavailable("The trace has shapes but no dtypes. Add an execution trace, or use torch.profiler.")
 
     @cached_property
     def sized(self) -> pl.DataFrame:

@@ -81,7 +81,7 @@ def _products(session: Session) -> Iterator[Part]:
 
 
 def _casts(session: Session) -> Iterator[Part]:
-    session.case.with_shapes()
+    session.case.with_shapes(and_dtypes=True)
     casts, num_steps = session.case.casts, session.case.num_steps
     by_autocast = casts.filter("is_autocast")
     weights = by_autocast.filter("is_weight", pl.col("source") == "float32")

@@ -24,7 +24,7 @@ _FIXES = {
 @rule
 def attention_backend(case: Case) -> list[Finding]:
     """Does scaled dot-product attention run on a slow backend even though no mask rules out the fast ones?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     # `attention_mask` reports masked calls in half precision.
     is_masked = pl.col("mask").is_not_null() & pl.col("dtype").is_in(list(_PEAKS))
     calls = case.attention.filter(
@@ -85,7 +85,7 @@ def _done_flops(case: Case, row: dict[str, Any]) -> int:
 @rule
 def attention_mask(case: Case) -> list[Finding]:
     """Does a mask keep scaled dot-product attention from its fastest kernels?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     calls = case.attention.filter(
         pl.col("mask").is_not_null(), pl.col("num_queries") > 1, pl.col("num_queries") == pl.col("num_keys"),
         pl.col("dtype").is_in(list(_PEAKS)),
@@ -134,7 +134,7 @@ _SIZES = ["num_elements", "num_queries", "num_keys", "head_size"]
 @rule
 def handwritten_attention(case: Case) -> list[Finding]:
     """Is attention written as matrix products and a softmax, with queries × keys tensors in memory?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     work = case.handwritten_attention
     products: dict[int, float] = {}
     is_masked = False

@@ -17,7 +17,7 @@ _WIDER = 2.0  # float32 tensors have twice the bytes
 @rule
 def autocast_cost(case: Case) -> list[Finding]:
     """Do autocast's casts cost more than lower precision saves?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     casts = case.casts.filter("is_autocast")
     # Other ops cast internally too; only the cast of a weight shows that it is autocast.
     if not casts["is_weight"].any():
@@ -83,7 +83,7 @@ def _longer(now_ns: float, expected_ns: float) -> float:
 @rule
 def repeated_weight_casts(case: Case) -> list[Finding]:
     """Are weights cast to lower precision again for every micro-batch?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     again = repeated(case.casts)
     saving_ns = case.saving_ns(case.without(again["event"]))
     if not case.is_worth(saving_ns):

@@ -22,7 +22,7 @@ _FUSED = (
 
 def fusible(case: Case) -> tuple[pl.DataFrame, Saving]:
     """Return the runs of work that are not compiled and could be one pass over memory, and what that saves."""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     can_fuse = ~pl.col("is_compiled") & (pl.col("num_kernels") > 1) & (pl.col("fused_ns") < pl.col("duration_ns"))
     found = case.segments.filter(can_fuse)
     durations = dict(found.select("last", "fused_ns").iter_rows())

@@ -17,7 +17,7 @@ _LEAST_RANK = 4
 @rule
 def memory_layout(case: Case) -> list[Finding]:
     """Do convolutions run on NCHW tensors, although tensor cores want channels last?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     named = case.work.with_columns(pl.col("op", "class").cast(pl.String), pl.col("peak_dtype").cast(pl.String))
     images = with_answers(named, ["shapes", "dtypes", "strides"], _is_planar, {"is_planar": pl.Boolean()})
     images = images.filter("is_planar")

@@ -29,7 +29,7 @@ def gemm_calls(case: Case) -> pl.DataFrame:
     `kernel` is the longest one, `alignment_bytes` the largest power of two (up to 128) that divides all dimensions,
     `odd_sizes` the dimensions that are not a multiple of `LOADED_BYTES`. Raises Unavailable without shapes.
     """
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     gemms = case.work.filter(pl.col("class").is_in(["gemm", "convolution"]), pl.col("call").is_not_null())
     if gemms.is_empty():
         return pl.DataFrame(schema=_SCHEMA)

@@ -57,7 +57,7 @@ _MAKES = pl.col("is_product") & pl.col("phase").ne_missing("backward")
 @rule
 def full_logits(case: Case) -> list[Finding]:
     """Are logits for the whole vocabulary held in memory for all tokens at once?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     work = case.logits.filter(~_is_in_chunks(case.logits))
     if not work["is_loss"].any():
         return []

@@ -65,7 +65,7 @@ _SCALING = "_amp_foreach_non_finite_check_and_unscale_"
 @rule
 def loss_scaling(case: Case) -> list[Finding]:
     """Does a GradScaler scale the loss although nothing is computed in float16?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     dtypes, ops = case.work["dtypes"].cast(pl.String), case.work["op"].cast(pl.String)
     checks = case.work.filter(ops.str.contains(_SCALING, literal=True).fill_null(False))
     if checks.is_empty() or dtypes.str.contains("c10::Half").any():

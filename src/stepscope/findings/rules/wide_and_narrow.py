@@ -18,7 +18,7 @@ _DOUBLE = "double"
 @rule
 def float64_work(case: Case) -> list[Finding]:
     """Does GPU work run in float64, which training rarely needs?"""
-    case.with_shapes()
+    case.with_shapes(and_dtypes=True)
     is_double = pl.col("dtypes").cast(pl.String).str.contains(_DOUBLE).fill_null(False)
     wide = case.work.filter(is_double, pl.col("kind") == "kernel")
     texts = wide.select("event", "duration_ns", pl.col("op", *COLUMNS[1:]).cast(pl.String)).iter_rows()
