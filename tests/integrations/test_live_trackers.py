@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -222,26 +223,33 @@ def test_the_run_is_that_of_the_folder_while_its_ranks_still_record(tmp_path):
 def test_a_script_that_is_killed_is_logged_to_its_end(tmp_path):
     folder = cpu_recording(tmp_path / "recording", status="interrupted", trace=None)
     source = f"""
-import pathlib, time
+import os, pathlib, time
 from stepscope.trackers.follow import LiveLog, targets_of
 LiveLog(pathlib.Path({str(folder)!r}), targets_of([], {str(tmp_path / "m.prom")!r}, False, 0), 0)
+if worker := os.fork():  # which has all that the script has open
+    print(worker, flush=True)
 time.sleep(600)
 """
-    killed = subprocess.Popen([sys.executable, "-c", source], env={**os.environ, "STEPSCOPE_LOG_SECONDS": "0.2"})
+    variables = {**os.environ, "STEPSCOPE_LOG_SECONDS": "0.2"}
+    killed = subprocess.Popen([sys.executable, "-c", source], env=variables, stdout=subprocess.PIPE)
 
     def wait_for(running: int) -> dict[str, float]:
-        for _ in range(600):
+        for _ in range(300):
             found = values_of((tmp_path / "m.prom").read_text()) if (tmp_path / "m.prom").exists() else {}
             if found.get("stepscope_running") == running and "stepscope_steps" in found:
                 return found
             time.sleep(0.1)
         raise AssertionError(found)
 
-    wait_for(1)
-    killed.kill()
-    killed.wait()
-
-    assert wait_for(0)["stepscope_steps"] == 12
+    worker = int(killed.stdout.readline())
+    try:
+        wait_for(1)
+        killed.kill()
+        assert wait_for(0)["stepscope_steps"] == 12
+    finally:
+        killed.kill()
+        os.kill(worker, signal.SIGKILL)
+        killed.communicate()
 
 
 def test_labels_and_names_are_escaped(tmp_path):
