@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import stepscope
 from nsight_files import NsightBuilder, training_run
 from stepscope.trace.reader import read_trace
 from verbs import run_verb
@@ -38,6 +39,11 @@ def test_analyze_counts_exactly(export: Path) -> None:
     assert analysis["trace"]["device"] == "NVIDIA H100 80GB HBM3"
     phases = {row["phase"]: row["device_ns"] for row in rank["phases"] if row["device_ns"]}
     assert [phases[name] for name in ("forward", "backward", "optimizer")] == [800_000, 400_000, 400_000]
+
+
+def test_functions_take_an_export_too(export: Path) -> None:
+    assert stepscope.analyze(export).ranks[0].gpu_time.compute_ns == 16 * 100_000
+    assert stepscope.open(export).case.num_steps >= 1
 
 
 def test_rules_that_need_dtypes_are_not_checked(export: Path, tmp_path: Path) -> None:

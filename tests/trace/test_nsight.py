@@ -155,6 +155,15 @@ def test_each_process_is_cached_on_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert [opened.trace.device.rows() for opened in open_ranks(files)] == first
 
 
+def test_a_path_with_odd_characters_and_a_journal_beside_it_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "100% #1?"
+    folder.mkdir()
+    path = changed(training_run(1).write(folder), "PRAGMA journal_mode = WAL")
+    before = sorted(folder.iterdir())
+    assert read_trace(path).device.height == 4
+    assert sorted(folder.iterdir()) == before  # nothing is written beside it
+
+
 def test_an_old_export_has_what_it_has(tmp_path: Path) -> None:
     new, old = training_run().write(tmp_path), training_run().write(tmp_path, "old.sqlite", OLD_SCHEMA)
     assert read_trace(new).device.drop("graph").equals(read_trace(old).device.drop("graph"))
