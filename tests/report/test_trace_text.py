@@ -174,12 +174,15 @@ def test_a_copy_has_one_share_on_the_whole_screen():
 
 def test_warnings_say_their_rank_where_there_are_several(tmp_path):
     trace = TraceBuilder().step(10, 0, 100).kernel("a", 0, 5).kernel("negative", 50, -5).kernel("negative", 60, -5)
-    one, both = (Analysis.of([account(trace.read(), rank) for rank in ranks]) for ranks in ((0,), (0, 1)))
+    other = TraceBuilder().step(10, 0, 100).kernel("a", 0, 5).kernel("negative", 50, -5)
+    one, same = (Analysis.of([account(trace.read(), rank) for rank in ranks]) for ranks in ((0,), (0, 1)))
+    both = Analysis.of([account(trace.read(), 0), account(other.read(), 1)])
 
     assert one.to_json()["trace"]["warnings"][0].startswith("2 events with a negative duration (the first at byte ")
     assert [text[:8] for text in both.to_json()["trace"]["warnings"]] == ["rank 0: ", "rank 1: "]
     assert "2 events" in line_of(screen(one), "warning")
-    assert "rank 0: 2 events" in line_of(screen(both), "warning") and "rank 1: 2 events" in as_one(screen(both))
+    assert "rank 0: 2 events" in line_of(screen(both), "warning") and "rank 1: 1 event" in as_one(screen(both))
+    assert [text[:23] for text in same.to_json()["trace"]["warnings"]] == ["every rank: 2 events wi"]
 
 
 def test_entries_that_are_no_events_are_called_that(tmp_path):

@@ -290,10 +290,12 @@ class Analysis(Shown):
 
     @property
     def warnings(self) -> list[str]:
-        """Problems with the files; with several ranks, each that not all of them have names its rank."""
+        """Problems with the files; with several ranks, each names its rank, or says that every rank has it."""
+        if len(self.ranks) == 1:
+            return list(self.ranks[0].warnings)
         shared = set.intersection(*(set(rank.warnings) for rank in self.ranks))
         own = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.warnings if text not in shared]
-        return [*own, *(text for text in self.ranks[0].warnings if text in shared)]
+        return [*own, *(f"every rank: {text}" for text in self.ranks[0].warnings if text in shared)]
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Return one object of plain values, with at most `most` rows in lists of names (docs/analyze.md)."""
