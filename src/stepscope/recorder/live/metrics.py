@@ -24,11 +24,11 @@ def live_metrics(session: Session) -> dict[str, float]:
     tally, probes = session._samples.tally, session._probes
     if not (recent := tally.recent()):
         return {}
-    own_ns = fmean(step.own_ns for step in recent)
+    own_ns = fmean(own_ns for own_ns, *_ in recent)
     seconds = (own_ns + tally.between_ns()) / 1e9
     found: dict[str, float | None] = {"steps": tally.num_steps, "step_time_ms": seconds * 1e3}
-    for position, unit in enumerate(("tokens", "samples")):
-        counts = [step.batch[position] for step in recent]
+    for position, unit in ((1, "tokens"), (2, "samples")):
+        counts = [step[position] for step in recent]
         found[f"{unit}_per_second"] = fmean(counts) / seconds if all(counts) and seconds else None
     found["mfu"] = _mfu(probes.facts.get("flops"), probes.device, own_ns)
     found["goodput"] = tally.goodput()

@@ -6,47 +6,23 @@ reads all steps again; this one keeps the last ones, and sums of those before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from statistics import median, quantiles
+from collections import deque
 
 from stepscope.recorder import windows
 from stepscope.recorder.clock import BEFORE_BACKWARD, BEFORE_FORWARD, BETWEEN_STEPS, DATA, OTHER
 
 RECENT = 100
 """Steps behind the step time, so that a chart follows a run that becomes slower."""
-MOST_KEPT = 1024
-_GAPS = (BEFORE_FORWARD, BEFORE_BACKWARD, OTHER)
-_NOT_PASSES = frozenset((*BETWEEN_STEPS, *_GAPS, DATA))
+MOST_KEPT, REFRESH_AFTER = 128, 64  # steps; more memory would look like a leak
+_GAPS = frozenset((BEFORE_FORWARD, BEFORE_BACKWARD, OTHER))
+_BETWEEN = frozenset(BETWEEN_STEPS)
 _FENCE, _LEAST_EXCESS, _LEAST_GAP = 7.0, 1.5, 0.05
+_CLEAN, _FREE, _WARMUP, _PROBED = range(4)  # a step that compiles is a warm-up whenever it comes
+_KINDS = {windows.WARMUP: _WARMUP, windows.CLEAN: _CLEAN, windows.FREE: _FREE}
 
-
-@dataclass
-class Step:
-    """A finished step. Its sums are computed once, and only if someone asks for the figures."""
-
-    window: str
-    wall_ns: int
-    host_ns: dict[str, int]
-    batch: tuple[int, int, int]  # tokens, samples, micro-batches
-    num_compiles: int
-
-    @cached_property
-    def is_undisturbed(self) -> bool:
-        return self.window in (windows.CLEAN, windows.FREE) and not self.num_compiles
-
-    @cached_property
-    def own_ns(self) -> int:
-        """The step without what the loop does between steps."""
-        return self.wall_ns - sum(ns for name, ns in self.host_ns.items() if name in BETWEEN_STEPS)
-
-    @cached_property
-    def pass_ns(self) -> int:
-        return sum(ns for name, ns in self.host_ns.items() if name not in _NOT_PASSES)
-
-    @cached_property
-    def gap_ns(self) -> int:
-        return sum(self.host_ns.get(name, 0) for name in _GAPS)
+Step = tuple[int, int, int, int, int, int, int]
+"""Its kind, the ns of the step, of its passes, of gaps between them and of what lies before it, tokens, samples."""
+Usual = tuple[float, float, float, float]
 
 
 class Between:
@@ -72,9 +48,11 @@ class Tally:
     def restart(self) -> None:
         """Forget every step."""
         self.num_steps = 0
-        self._kept: list[Step] = []
+        self._kept: deque[Step] = deque()
         self._between: dict[str, Between] = {}
         self._training_ns = self._loop_ns = 0.0  # of the steps that are no longer kept
+        self._usual: dict[bool, Usual] = {}
+        self._num_since = 0  # `_usual` was computed
 
     def add(
         self,
@@ -84,13 +62,28 @@ class Tally:
         batch: tuple[int, int, int],
         num_compiles: int = 0,
     ) -> None:
-        self._kept.append(Step(window, wall_ns, host_ns, batch, num_compiles))
-        if not num_compiles:  # compiling collects garbage for seconds, and that happens once
+        # This runs at every step of the script.
+        passes = gap = between = 0
+        for name, ns in host_ns.items():
+            if name in _GAPS:
+                gap += ns
+            elif name in _BETWEEN:
+                between += ns
+            elif name != DATA:
+                passes += ns
+        if between and not num_compiles:  # compiling collects garbage for seconds, and that happens once
             self._add_between(self.num_steps, host_ns)
+        kind = _KINDS.get(window, _PROBED)
+        kind = _WARMUP if num_compiles and kind < _WARMUP else kind
+        self._kept.append((kind, wall_ns, passes, gap, between, batch[0], batch[1]))
         self.num_steps += 1
-        if len(self._kept) >= MOST_KEPT:
-            self._training_ns, self._loop_ns = self._added_up(MOST_KEPT // 2)
-            del self._kept[: MOST_KEPT // 2]
+        if len(self._kept) > MOST_KEPT:
+            self._num_since += 1
+            if not self._usual or self._num_since >= REFRESH_AFTER:
+                self._usual, self._num_since = _usual_of(list(self._kept)), 0
+            training_ns, loop_ns = _split(self._kept.popleft(), self._usual)
+            self._training_ns += training_ns
+            self._loop_ns += loop_ns
 
     def add_aside(self, which: str, host_ns: dict[str, int]) -> None:
         """Add what the loop did before its first step (`lead`) or after its last one."""
@@ -99,22 +92,16 @@ class Tally:
 
     def join(self, num_joined: int) -> None:
         """Make one step of the last ones."""
-        steps = self._kept[-num_joined:]
-        host_ns: dict[str, int] = {}
-        for step in steps:
-            for name, ns in step.host_ns.items():
-                host_ns[name] = host_ns.get(name, 0) + ns
-        tokens, samples, _ = (max(numbers) for numbers in zip(*(step.batch for step in steps)))
-        wall_ns, num_compiles = sum(step.wall_ns for step in steps), sum(step.num_compiles for step in steps)
-        batch = tokens, samples, steps[0].batch[2]
-        self._kept[-num_joined:] = [Step(steps[0].window, wall_ns, host_ns, batch, num_compiles)]
-        self.num_steps -= num_joined - 1
+        steps = [self._kept.pop() for _ in range(min(num_joined, len(self._kept)))]
+        if steps:
+            times = [sum(step[i] for step in steps) for i in range(1, 5)]
+            tokens, samples = (max(step[i] for step in steps) for i in (5, 6))
+            self._kept.append((steps[-1][0], times[0], times[1], times[2], times[3], tokens, samples))
+            self.num_steps -= len(steps) - 1
 
-    def recent(self) -> list[Step]:
-        """Return the last undisturbed steps; in a run of a few steps, those after the first."""
-        kept = list(self._kept)
-        undisturbed = [step for step in kept if step.is_undisturbed]
-        return (undisturbed or kept[1:] or kept)[-RECENT:]
+    def recent(self) -> list[tuple[int, int, int]]:
+        """Return own time, tokens and samples of the last undisturbed steps; else of all after the first."""
+        return [(step[1] - step[4], step[5], step[6]) for step in _undisturbed(list(self._kept))[-RECENT:]]
 
     def between_ns(self) -> float:
         """Return the time per step of what the loop does between steps."""
@@ -122,11 +109,15 @@ class Tally:
 
     def goodput(self) -> float | None:
         """Return the share of training in the loop's wall-clock time, without Stepscope's own work."""
-        training_ns, loop_ns = self._added_up(len(self._kept))
-        return training_ns / loop_ns if loop_ns else None
+        kept = list(self._kept)
+        usual = _usual_of(kept)
+        parts = [_split(step, usual) for step in kept]
+        training_ns, loop_ns = (sum(part[i] for part in parts) for i in (0, 1))
+        loop_ns += self._loop_ns
+        return (training_ns + self._training_ns) / loop_ns if loop_ns else None
 
     def _add_between(self, step: int, host_ns: dict[str, int]) -> None:
-        for name in host_ns.keys() & BETWEEN_STEPS:
+        for name in host_ns.keys() & _BETWEEN:
             if (ns := host_ns[name]) == 0:
                 continue
             if (found := self._between.get(name)) is None:
@@ -136,31 +127,37 @@ class Tally:
                 found.first_ns += ns
             found.ns, found.last = found.ns + ns, step
 
-    def _added_up(self, num: int) -> tuple[float, float]:
-        """Return the time of training and of the whole loop, up to and including the first kept steps."""
-        training_ns, loop_ns, kept = self._training_ns, self._loop_ns, list(self._kept)
-        undisturbed = [step for step in kept if step.is_undisturbed] or kept[1:] or kept
-        usual = {is_free: _usual_of(undisturbed, is_free) for is_free in (False, True)} if kept else {}
-        for step in kept[:num]:
-            middle, limit, usual_gap, gap_limit = usual[step.window == windows.FREE]
-            passes, gap = step.pass_ns, step.gap_ns
-            regular = passes if step.is_undisturbed and passes <= limit else min(passes, middle)
-            training_ns += regular + (min(gap, usual_gap) if gap > gap_limit else gap)
-            is_probed = step.window not in (windows.WARMUP, windows.CLEAN, windows.FREE)
-            loop_ns += step.wall_ns - (passes - regular if is_probed else 0)
-        return training_ns, loop_ns
+
+def _undisturbed(steps: list[Step]) -> list[Step]:
+    return [step for step in steps if step[0] < _WARMUP] or steps[1:] or steps
 
 
-def _usual_of(undisturbed: list[Step], is_free: bool) -> tuple[float, float, float, float]:
-    """Return the usual passes and gaps of such steps, each with the limit above which it is unusual."""
-    # A step of free running is not split: its gaps are part of its passes.
-    alike = [step for step in undisturbed if (step.window == windows.FREE) == is_free] or undisturbed
-    middle, limit = _usual([step.pass_ns for step in alike])
-    usual_gap, gap_limit = _usual([step.gap_ns for step in alike])
-    return middle, limit, usual_gap, max(gap_limit, round(_LEAST_GAP * middle))
+def _split(step: Step, usual: dict[bool, Usual]) -> tuple[float, float]:
+    """Return how much of a step is training, and how much is part of the loop: not what a probe took longer."""
+    kind, wall_ns, passes, gap, *_ = step
+    middle, limit, usual_gap, gap_limit = usual[kind == _FREE]
+    regular = passes if kind < _WARMUP and passes <= limit else min(passes, middle)
+    training_ns = regular + (min(gap, usual_gap) if gap > gap_limit else gap)
+    return training_ns, wall_ns - (passes - regular if kind == _PROBED else 0)
+
+
+def _usual_of(steps: list[Step]) -> dict[bool, Usual]:
+    """Return the usual passes and gaps of free running and of steps before, each with the limit of what is usual."""
+    found: dict[bool, Usual] = {}
+    undisturbed = _undisturbed(steps)
+    for is_free in (False, True):
+        # A step of free running is not split: its gaps are part of its passes.
+        alike = [step for step in undisturbed if (step[0] == _FREE) == is_free] or undisturbed
+        if alike:
+            middle, limit = _usual([step[2] for step in alike])
+            usual_gap, gap_limit = _usual([step[3] for step in alike])
+            found[is_free] = middle, limit, usual_gap, max(gap_limit, round(_LEAST_GAP * middle))
+    return found
 
 
 def _usual(times: list[int]) -> tuple[int, int]:
-    middle = median(times)
-    first_quartile = quantiles(times, method="inclusive")[0] if len(times) > 1 else middle
+    ordered, last = sorted(times), len(times) - 1
+    middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
+    below, above = ordered[last // 4], ordered[min(last // 4 + 1, last)]
+    first_quartile = below + (above - below) * (last / 4 % 1)
     return round(middle), round(max(middle + _FENCE * (middle - first_quartile), _LEAST_EXCESS * middle))
