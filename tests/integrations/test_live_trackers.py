@@ -220,6 +220,22 @@ def test_the_run_is_that_of_the_folder_while_its_ranks_still_record(tmp_path):
     assert values_of((tmp_path / "m.prom").read_text())["stepscope_steps"] == 12  # of rank 0, with the folder's name
 
 
+def test_a_collector_that_is_down_is_one_line(tmp_path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    folder = cpu_recording(tmp_path / "recording", trace=None)
+    words = ["-m", "stepscope", "log", folder, "--to", "otlp:http://127.0.0.1:9/v1/metrics", "--follow", "0"]
+    variables = {**os.environ, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+
+    done = subprocess.run(
+        [sys.executable, *words], input="\n", env=variables, capture_output=True, text=True, timeout=120
+    )
+
+    assert done.stderr == (
+        "stepscope: logging to otlp:http://127.0.0.1:9/v1/metrics ended: ConnectionError: the collector did not accept "
+        "the metrics. The script goes on\n"
+    )
+
+
 def test_a_script_that_is_killed_is_logged_to_its_end(tmp_path):
     folder = cpu_recording(tmp_path / "recording", status="interrupted", trace=None)
     source = f"""

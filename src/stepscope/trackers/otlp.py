@@ -10,14 +10,12 @@ from stepscope.trackers.figures import FIGURES, OF_STEPS, PREFIX
 from stepscope.trackers.tracker import Point, Run
 from stepscope.version import __version__
 
-TIMEOUT_S = 10
-
 
 def open_run(where: str | None, run: Run) -> Otlp:
     """Return a run at an endpoint, by default that of the OTEL_EXPORTER_OTLP_… variables."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 
-    return Otlp(OTLPMetricExporter(endpoint=where, timeout=TIMEOUT_S), run)
+    return Otlp(OTLPMetricExporter(endpoint=where), run)
 
 
 class Otlp:
@@ -25,18 +23,19 @@ class Otlp:
 
     def __init__(self, exporter: Any, run: Run) -> None:
         from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
         from opentelemetry.sdk.resources import Resource
 
-        reader = PeriodicExportingMetricReader(exporter, export_interval_millis=float("inf"))
-        resource = Resource.create(
-            {"service.name": "stepscope", "stepscope.run": run.name, "stepscope.rank": run.rank}
-        )
-        self._provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+        # Exported by hand: a periodic reader logs that a collector is down, and does not tell.
+        self._exporter, self._reader = exporter, InMemoryMetricReader()
+        names = {"service.name": "stepscope", "stepscope.run": run.name, "stepscope.rank": run.rank}
+        self._provider = MeterProvider([self._reader], resource=Resource.create(names), shutdown_on_exit=False)
         self._meter = self._provider.get_meter("stepscope", __version__)
         self._gauges: dict[str, Any] = {}
 
     def log(self, points: Sequence[Point]) -> None:
+        from opentelemetry.sdk.metrics.export import MetricExportResult
+
         for point in points:
             for name, value in point.values.items():
                 if name.startswith(OF_STEPS):
@@ -45,7 +44,8 @@ class Otlp:
                     about = FIGURES.get(name.removeprefix(PREFIX), "")
                     self._gauges[name] = self._meter.create_gauge(name.replace("/", "."), description=about)
                 self._gauges[name].set(value)
-        if not self._provider.force_flush(TIMEOUT_S * 1000):
+        data = self._reader.get_metrics_data()
+        if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
             raise ConnectionError("the collector did not accept the metrics")
 
     def summarize(self, values: Mapping[str, Any], text: str) -> None:
@@ -59,3 +59,4 @@ class Otlp:
 
     def close(self) -> None:
         self._provider.shutdown()
+        self._exporter.shutdown()
