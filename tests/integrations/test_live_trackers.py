@@ -51,11 +51,17 @@ raise ValueError("the script fails")
 class Collector(HTTPServer):
     """A collector of OTLP over HTTP that keeps what it gets."""
 
-    def __init__(self):
+    def __init__(self, num_refused=0):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[bytes] = []
+        self.num_refused = num_refused
         self.thread = threading.Thread(target=self.serve_forever, daemon=True)
         self.thread.start()
+
+    def stop(self):
+        self.shutdown()
+        self.server_close()
+        self.thread.join()
 
     def gauges(self) -> dict[str, list[float]]:
         from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -78,8 +84,11 @@ class Handler(BaseHTTPRequestHandler):
             import gzip
 
             body = gzip.decompress(body)
-        self.server.bodies.append(body)
-        self.send_response(200)
+        if refuses := self.server.num_refused > 0:
+            self.server.num_refused -= 1
+        else:
+            self.server.bodies.append(body)
+        self.send_response(400 if refuses else 200)
         self.end_headers()
 
     def log_message(self, *_):
@@ -106,9 +115,7 @@ def lived(tmp_path_factory):
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
     }
     done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
-    collector.shutdown()
-    collector.server_close()
-    collector.thread.join()
+    collector.stop()
     return folder, done, collector
 
 
@@ -134,9 +141,7 @@ def test_the_script_ends_as_it_would_alone_and_a_tracker_that_is_down_is_one_lin
     assert done.returncode == 1 and done.stderr.rstrip().splitlines()
     assert "ValueError: the script fails" in done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("stepscope:")]
-    assert len(warnings) == 1 and re.match(
-        r"stepscope: logging to wandb ended: .*API key.* The script goes on$", warnings[0]
-    )
+    assert len(warnings) == 1 and re.match(r"stepscope: logging to wandb failed: .*API key.*", warnings[0])
 
 
 def test_prometheus_sees_the_figures_while_the_script_runs_and_those_of_the_card_at_the_end(lived):
@@ -230,10 +235,27 @@ def test_a_collector_that_is_down_is_one_line(tmp_path):
         [sys.executable, *words], input="\n", env=variables, capture_output=True, text=True, timeout=120
     )
 
-    assert done.stderr == (
-        "stepscope: logging to otlp:http://127.0.0.1:9/v1/metrics ended: ConnectionError: the collector did not accept "
-        "the metrics. The script goes on\n"
-    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("stepscope: logging to otlp:http://127.0.0.1:9/v1/metrics failed: ConnectionError: ")
+
+
+def test_a_collector_that_comes_back_gets_the_figures(tmp_path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    folder = cpu_recording(tmp_path / "recording", trace=None)
+    collector = Collector(num_refused=1)
+    to = f"otlp:http://127.0.0.1:{collector.server_port}/v1/metrics"
+    words = [sys.executable, "-m", "stepscope", "log", folder, "--to", to, "--follow", "0"]
+    variables = {**os.environ, "STEPSCOPE_LOG_SECONDS": "0.05"}
+    with subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for _ in range(600):
+            if collector.bodies:
+                break
+            time.sleep(0.1)
+        _, stderr = process.communicate("\n")
+    collector.stop()
+
+    assert stderr.count("stepscope: logging to otlp") == 1 and collector.num_refused == 0
+    assert collector.gauges()["stepscope.steps"][0] == 12
 
 
 def test_a_script_that_is_killed_is_logged_to_its_end(tmp_path):

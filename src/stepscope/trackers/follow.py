@@ -18,6 +18,7 @@ from stepscope.trackers.tracker import TRACKERS, Target
 
 PAUSE_VARIABLE, PAUSE_S = "STEPSCOPE_LOG_SECONDS", 5.0  # between two updates
 LEAST_PAUSES = 20  # reading a long recording again takes at most this part of the time
+MOST_RETRY_S = 600.0  # between attempts to reach a tracker that is down
 WAIT_S = 60.0  # at the end of the script, for trackers to send the rest
 # Not `-m stepscope`: it would look for packages in the script's folder first.
 _PROGRAM = (
@@ -87,31 +88,39 @@ def follow(
     logs = [Logged(target, folder, rank) for target in targets]
 
     def attempt(log: Logged, action: Callable[[], object]) -> None:
+        if time.monotonic() < log.retry_s and not is_over:
+            return
         try:
             action()
+            log.num_failures = 0
         except Exception as error:
-            logs.remove(log)
-            text = str(error) if isinstance(error, StepscopeError) else failure(error)
-            line = f"stepscope: logging to {log.target} ended: {text.rstrip('.')}. The script goes on\n"
-            with suppress(OSError):  # nobody reads it
-                os.write(stderr, line.encode(errors="replace"))
+            log.num_failures += 1
+            log.retry_s = time.monotonic() + min(MOST_RETRY_S, least_s * 2 ** min(log.num_failures, 10))
+            if not log.has_warned:
+                log.has_warned = True
+                text = (str(error) if isinstance(error, StepscopeError) else failure(error)).rstrip(".")
+                line = f"stepscope: logging to {log.target} failed: {text}. Training goes on, and so do attempts\n"
+                with suppress(OSError):  # nobody reads it
+                    os.write(stderr, line.encode(errors="replace"))
 
     with TemporaryDirectory(prefix="stepscope-") as temporary:
-        while logs and not is_over:
+        while not is_over:
             is_over = bool(select.select([0], [], [], pause_s)[0]) or os.getppid() != parent
             began = time.monotonic()
             session = _recorded(folder)
+            if session is not None:
+                _ = session.summary
+            pause_s = max(least_s, LEAST_PAUSES * (time.monotonic() - began))
             if session is None:
                 pass
             elif is_over:
                 report = Report(Path(temporary), session, write_report)
-                for log in list(logs):
+                for log in logs:
                     attempt(log, partial(log.finish, session, report))
             elif any(sample.window == "clean" for sample in session.recording.samples):
                 # Before, steps may still be taken back: what ends a step becomes clear in the first ones.
-                for log in list(logs):
+                for log in logs:
                     attempt(log, partial(log.update, session))
-            pause_s = max(least_s, LEAST_PAUSES * (time.monotonic() - began))
 
 
 def _recorded(folder: Path) -> Session | None:

@@ -61,6 +61,7 @@ class Logged:
         self.target, self._name, self._rank = target, folder.resolve().name, rank
         self._tracker: Tracker | None = None
         self._sent_ns = 0
+        self.has_warned, self.num_failures, self.retry_s = False, 0, 0.0  # on the monotonic clock
 
     def update(self, session: Session) -> Tracker:
         """Send the steps that are new, and the figures of the run so far."""
