@@ -194,6 +194,17 @@ def test_of_two_callbacks_one_records(tmp_path, told):
     assert ["a second callback" in line for line in told] == [True, False]
 
 
+def test_a_callback_that_is_listed_twice_counts_no_step_twice(tmp_path):
+    callback = StepscopeCallback(tmp_path / "run", windows=WINDOWS)
+    made = trainer(tmp_path, callback, callback)
+    made.train()
+
+    recording = read_recording(tmp_path / "run")
+    assert [(each.num_tokens, each.num_samples) for each in recording.samples] == [(16, 2)] * 6
+    assert made.state.log_history[-1]["stepscope/steps"] == 6
+    assert not (tmp_path / "run-2").exists()
+
+
 def test_a_resumed_training_is_a_recording_of_its_own(tmp_path):
     callback = StepscopeCallback(tmp_path / "run", windows=WINDOWS)
     trainer(tmp_path, callback, save_strategy="steps", save_steps=4, max_steps=4).train()

@@ -111,6 +111,18 @@ def test_of_two_handlers_one_records(tmp_path):
     assert not (tmp_path / "second").exists()
 
 
+def test_a_handler_that_is_attached_twice_records_once(tmp_path):
+    trainer, evaluator = engines()
+    twice = handler(tmp_path)
+    twice.attach(trainer, evaluator)
+    twice.attach(trainer, evaluator)
+    trainer.run(DATA)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    recording = read_recording(tmp_path / "run")
+    assert len(recording.samples) == 6 and recording.tail.num_times == {"evaluation": 1}
+
+
 def test_copies_have_no_session(tmp_path):
     trainer, _ = engines()
     one, copies = handler(tmp_path), []

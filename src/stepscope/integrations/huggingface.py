@@ -39,8 +39,8 @@ class StepscopeCallback(TrainerCallback):
         self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
 
     @wall.guarded
-    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        if self.recording.begin():
+    def on_train_begin(self, _args: Any, state: Any, *_rest: Any, **_kwargs: Any) -> None:
+        if self.recording.begin(state, state.global_step):
             from stepscope.recorder.patches import Patch
 
             # Trackers are callbacks too, and come before those that the user adds.
@@ -48,8 +48,8 @@ class StepscopeCallback(TrainerCallback):
             if hasattr(Trainer, "_run_epoch"):
                 self.recording.keep(Patch(Trainer, "_run_epoch", self._runs_epoch))
 
-    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self.recording.step()
+    def on_step_end(self, _args: Any, state: Any, *_rest: Any, **_kwargs: Any) -> None:
+        self.recording.step(state.global_step)
 
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         self.recording.end()

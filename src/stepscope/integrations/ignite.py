@@ -43,6 +43,8 @@ class StepscopeHandler:
         for evaluator in evaluators:
             evaluator.add_event_handler(Events.STARTED, lambda _engine: self.recording.evaluation_begins())
             evaluator.add_event_handler(Events.COMPLETED, lambda _engine: self.recording.evaluation_ended())
+        if trainer.has_event_handler(self._started, Events.STARTED):
+            return
         trainer.add_event_handler(Events.STARTED, self._started)
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=every) | Events.EPOCH_COMPLETED, self._updates)
         trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, lambda _engine: self.recording.end())

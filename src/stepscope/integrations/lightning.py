@@ -38,20 +38,15 @@ class StepscopeCallback(Callback):
         force: bool = False,
     ) -> None:
         self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
-        self._last_step = 0
 
     def on_train_start(self, trainer: Any, _module: Any) -> None:
-        self._last_step = trainer.global_step
-        self.recording.begin()
+        self.recording.begin(trainer, trainer.global_step)
 
     @wall.guarded
     def on_train_batch_end(self, trainer: Any, module: Any, *_args: Any, **_kwargs: Any) -> None:
-        if trainer.global_step == self._last_step:
-            return  # gradients accumulate
-        self._last_step = trainer.global_step
-        self.recording.step()
-        if self.recording.folder is not None and trainer._logger_connector.should_update_logs:
-            module.log_dict(self.recording.metrics(), on_step=True, on_epoch=False)
+        is_new = self.recording.step(trainer.global_step)
+        if is_new and trainer._logger_connector.should_update_logs and (metrics := self.recording.metrics()):
+            module.log_dict(metrics, on_step=True, on_epoch=False)
 
     def on_validation_start(self, *_args: Any) -> None:
         self.recording.evaluation_begins()

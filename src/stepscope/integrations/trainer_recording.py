@@ -43,6 +43,7 @@ class TrainerRecording:
         self._session: current.ActiveSession | None = None
         self._evaluates = False
         self._handles: list[Handle] = []
+        self._place: tuple[int, int] | None = None  # the training and its number of finished steps
 
     def __reduce__(self) -> tuple[Callable[..., TrainerRecording], tuple[Any, ...]]:
         return TrainerRecording, self._settings
@@ -52,9 +53,16 @@ class TrainerRecording:
         """The folder of the active recording, or None."""
         return self._session.folder if self._session is not None else None
 
-    def begin(self) -> bool:
-        """Start to record, and return whether steps are recorded: not if another callback records them."""
+    def begin(self, training: object = None, at: int = 0) -> bool:
+        """Start to record, and return whether that was new: not if another callback records these steps.
+
+        `training` is any object of this training, and `at` the number of steps that it has finished.
+        """
         global _driver
+        place = id(training), at
+        if training is not None and self._is_active and place == self._place:
+            return False  # the trainer has this callback twice
+        self._place = place
         self.end(KeyboardInterrupt())  # an earlier training that has not reached its end
         other = _driver() if _driver is not None else None
         if other is not None and other._is_active:
@@ -95,10 +103,15 @@ class TrainerRecording:
     def _is_active(self) -> bool:
         return self._session is not None and self._session is current.session
 
-    def step(self) -> None:
-        """End a step."""
+    def step(self, at: int | None = None) -> bool:
+        """End a step, and return whether it was new: `at` is the number of finished steps."""
+        if self._place is not None and at is not None:
+            if at == self._place[1]:
+                return False  # gradients accumulate, or the trainer has this callback twice
+            self._place = self._place[0], at
         if self._session is not None and self._is_active:
             self._session.explicit_step()
+        return True
 
     @wall.guarded
     def evaluation_begins(self) -> None:
