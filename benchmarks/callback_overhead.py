@@ -1,6 +1,6 @@
 """What the callback costs a Trainer: one training on a CPU in which it is switched on and off, block by block.
 
-    python benchmarks/callback_overhead.py
+    python benchmarks/callback_overhead.py [--tokens 64]
 
 Two figures, both in CPU time of the thread that trains, because other processes share the machine. `interleaved` is
 the median of each block's time per step over that of the block beside it without the callback, with its bootstrap
@@ -120,11 +120,13 @@ class Switch(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="blocks of each kind")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--tokens", type=int, default=128, help="of a sample, at most 128: shorter ones make shorter steps")
+    asked = parser.parse_args()
+    rounds = asked.rounds
     torch.set_num_threads(1)  # one busy core of a shared machine is steadier than two
     windows = Windows(warmup=2, clean=1, trace=0, memory=0)
     model = GPT2LMHeadModel(GPT2Config(**CONFIG))
-    texts = torch.randint(CONFIG["vocab_size"], (256, CONFIG["n_positions"]))
+    texts = torch.randint(CONFIG["vocab_size"], (256, asked.tokens))
     rows = [{"input_ids": row, "labels": row} for row in texts]
     switch = Switch(windows.num_steps + 5)
     with tempfile.TemporaryDirectory() as folder:
