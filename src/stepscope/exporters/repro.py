@@ -203,9 +203,16 @@ def once():
     return time.perf_counter_ns() - start
 
 
+def timed(most, seconds):
+    """The times of up to `most` calls that begin within these seconds, and of at least one."""
+    end, times = time.perf_counter() + seconds, [once()]
+    while len(times) < most and time.perf_counter() < end:
+        times.append(once())
+    return times
+
+
 with torch.no_grad():
-    for _ in range(10):
-        once()
-    times = [once() for _ in range(100)]
-print(f"{{statistics.median(times) / 1000:.1f}} µs (median of 100), {traced_ns} ns {where} in the trace")
+    timed(10, 2)
+    times = timed(100, 10)
+print(f"{{statistics.median(times) / 1000:.1f}} µs (median of {{len(times)}}), {traced_ns} ns {where} in the trace")
 '''
