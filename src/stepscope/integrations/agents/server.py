@@ -286,7 +286,11 @@ class Tools:
         return where.relative_to(self._folder)
 
     def _confined(self, path: Path) -> Path:
-        where = (self._folder / path).resolve()
+        try:
+            where = (self._folder / path).resolve()
+            where.is_dir()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{str(path)[:100]!r} is not a path: {error.args[-1]}") from None
         if not where.is_relative_to(self._folder):
             raise UsageError(f"{path} is outside {self._folder}, the folder that this server may read")
         return where
