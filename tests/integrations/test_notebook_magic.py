@@ -51,6 +51,7 @@ def cells(tmp_path_factory):
         "again": "%stepscope runs/cell",
         "repr": "print(repr(stepscope.read('runs/cell')))",
         "fail": FAIL,
+        "numbered": "%%stepscope --trace 0\nmodel(torch.randn(4, 8))",
         "nothing": "%stepscope runs/nothing",
         "options": "%%stepscope --wormup 3\npass",
         "taken": "%%stepscope -o runs/cell\nmodel(torch.randn(4, 8))",
@@ -89,6 +90,10 @@ def test_it_is_shown_with_its_timeline_in_a_frame_of_its_own(cells):
     assert "<script" not in outside
     assert "timeline-blob" in shown and "id=&quot;plotly-blob" not in shown
     assert html_of(cells[1]["again"]).count("<iframe") == 1
+
+
+def test_a_folder_without_a_name_has_the_number_of_its_cell(cells):
+    assert f"runs/notebook-{cells[1]['numbered'].execution_count}-" in text_of(cells[1]["numbered"])
 
 
 def test_results_show_themselves_and_have_a_readable_repr(cells):

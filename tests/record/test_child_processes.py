@@ -1,6 +1,7 @@
 """The parts of measuring child processes, without starting any: options, ranks, folders, and the end of a run."""
 
 import json
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def facts_of(folder):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_counting_processes_takes_no_number_from_the_script():
+    before = multiprocessing.Process().name
+    counts = [ending(None)[1]["num_child_processes"] for _ in range(3)]
+
+    assert multiprocessing.Process().name == f"Process-{int(before.removeprefix('Process-')) + 1}"
+    assert counts == [int(before.removeprefix("Process-"))] * 3
 
 
 def test_the_bootstrap_knows_what_the_package_knows():

@@ -53,7 +53,8 @@ def recorded(shell: Any, line: str, cell: str) -> Document:
     from stepscope.recorder.windows import Windows
 
     asked = _options().parse_args(shlex.split(line))
-    folder = asked.output or default_folder(f"notebook-{shell.execution_count}")
+    number = len(shell.history_manager.input_hist_parsed) - 1  # the cell's: execution_count may be the next one's
+    folder = asked.output or default_folder(f"notebook-{number}")
     text = shell.transform_cell(cell)
     name = shell.compile.cache(text)  # as other cells are: an error shows its lines
     code = compile(text, name, "exec")

@@ -30,7 +30,9 @@ def ending(error: BaseException | None) -> tuple[str, dict[str, Any]]:
         status, facts["exit_code"] = files.STATUS_FAILED, 1
         facts["exception"] = f"{type(error).__name__}: {message(error)}"[:500]
     processes = sys.modules.get("multiprocessing.process")
-    facts["num_child_processes"] = next(processes._process_counter) - 1 if processes else 0
+    # Written as count(4) before the fourth: taking a number would rename the script's next process.
+    counter = repr(processes._process_counter) if processes else "count(1)"
+    facts["num_child_processes"] = int(counter.strip("count()")) - 1
     return status, facts
 
 
