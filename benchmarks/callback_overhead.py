@@ -120,7 +120,7 @@ class Switch(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="blocks of each kind")
-    parser.add_argument("--tokens", type=int, default=128, help="of a sample, at most 128: shorter ones make shorter steps")
+    parser.add_argument("--tokens", type=int, default=128, help="of a sample, at most 128: fewer make shorter steps")
     asked = parser.parse_args()
     rounds = asked.rounds
     torch.set_num_threads(1)  # one busy core of a shared machine is steadier than two
