@@ -105,6 +105,13 @@ def test_tensorboard(recording):
     assert (folder / "report.html").stat().st_size > 10_000 and (folder / "rank0.json.gz").is_file()
 
 
+def test_a_run_that_is_logged_again_is_a_run_of_its_own_in_tensorboard(recording):
+    folders = [log(recording, "tensorboard:logs") / "logs" / name for name in ("my_run", "my_run-2")]
+
+    for folder in folders:
+        assert len(scalars_of(folder).Scalars("stepscope/per_step/time_ms")) == NUM_STEPS
+
+
 def test_a_sweep_in_tensorboard_has_a_run_per_point_with_parameters(sweep):
     folder = log(sweep, "tensorboard:logs") / "logs" / "sweep"
     metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")

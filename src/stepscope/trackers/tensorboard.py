@@ -12,12 +12,34 @@ from typing import Any
 from stepscope.trackers.tracker import Point, Run
 
 FOLDER = "tensorboard"
+MAX_NAME = 200  # bytes: a file system takes 255
 
 
 def open_run(where: str | None, run: Run) -> TensorBoard:
     """Return a run in a folder of event files, by default `tensorboard/`."""
     names = [run.group, run.name] if run.group else [run.name]
-    return TensorBoard(Path(where or FOLDER).joinpath(*(re.sub(r"[^\w.=,-]+", "_", name) for name in names)), run)
+    return TensorBoard(_new(Path(where or FOLDER).joinpath(*map(_file_name, names))), run)
+
+
+def _file_name(name: str) -> str:
+    """Return a name for a folder.
+
+    >>> _file_name("../my run"), _file_name("..")
+    ('__my_run', '_')
+    """
+    return re.sub(r"^\.+|[^\w.=,-]+", "_", name).encode()[:MAX_NAME].decode(errors="ignore")
+
+
+def _new(folder: Path) -> Path:
+    """Make the folder, or the first of `folder-2`, … that is new: a folder of TensorBoard is one run."""
+    number, found = 1, folder
+    while True:
+        try:
+            found.mkdir(parents=True)
+            return found
+        except FileExistsError:
+            number += 1
+            found = folder.with_name(f"{folder.name}-{number}")
 
 
 class TensorBoard:
@@ -26,7 +48,6 @@ class TensorBoard:
     def __init__(self, folder: Path, run: Run) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._writer, self._files = folder, EventFileWriter(str(folder)), list[str]()
         self._last = Point(0, time.time(), {})
         self._parameters = dict(run.parameters)
