@@ -22,10 +22,11 @@ from handmade import cpu_recording, write_recording
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.recorder.windows import Windows
 from stepscope.session import open_session
+from stepscope.trackers import follow
 from stepscope.trackers.figures import figures
-from stepscope.trackers.follow import targets_of
+from stepscope.trackers.follow import LiveLog, targets_of
 from stepscope.trackers.prometheus import Prometheus
-from stepscope.trackers.tracker import Point
+from stepscope.trackers.tracker import Point, Target
 
 # Trains until the file for Prometheus shows figures of the running script, then fails.
 SCRIPT = """
@@ -288,6 +289,30 @@ time.sleep(600)
         killed.kill()
         os.kill(worker, signal.SIGKILL)
         killed.communicate()
+
+
+def test_a_pause_that_is_no_number_is_a_mistake(monkeypatch):
+    monkeypatch.setenv("STEPSCOPE_LOG_SECONDS", "often")
+    with pytest.raises(UsageError, match="STEPSCOPE_LOG_SECONDS is a number of seconds, not 'often'"):
+        targets_of(["tensorboard"], None, False, 0)
+
+
+def test_a_logging_process_that_died_is_said_at_the_end(tmp_path):
+    told: list[str] = []
+    live = LiveLog(tmp_path, [Target("prometheus", str(tmp_path / "m.prom"))], 0)
+    live._process.kill()
+    live.end(told.append)
+
+    assert told == ["logging failed (exit code -9): log this run with `stepscope log`"]
+
+
+def test_a_slow_tracker_is_waited_for_with_a_word(tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(follow, "QUIET_S", 0.0)
+    live = LiveLog(tmp_path, [Target("prometheus", str(tmp_path / "m.prom"))], 0)
+    live.end(told.append)
+
+    assert told == ["waiting up to 60 s for trackers to receive the end of this run"]
 
 
 def test_labels_and_names_are_escaped(tmp_path):

@@ -19,6 +19,7 @@ from stepscope.trackers.tracker import TRACKERS, Target
 PAUSE_VARIABLE, PAUSE_S = "STEPSCOPE_LOG_SECONDS", 5.0  # between two updates
 LEAST_PAUSES = 20  # reading a long recording again takes at most this part of the time
 MOST_RETRY_S = 600.0  # between attempts to reach a tracker that is down
+QUIET_S = 10.0  # of this wait, before a line says what it is for
 WAIT_S = 60.0  # at the end of the script, for trackers to send the rest
 # Not `-m stepscope`: it would look for packages in the script's folder first.
 _PROGRAM = (
@@ -37,6 +38,8 @@ def targets_of(
     found = found if not rank else []
     if otlp:
         found.insert(0, Target.of("otlp"))
+    if found or metrics_file is not None:
+        _pause()
     if metrics_file is not None:
         path = Path(metrics_file).absolute()
         if not path.parent.is_dir():
@@ -44,6 +47,15 @@ def targets_of(
         path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}") if rank else path
         found.insert(0, Target("prometheus", str(path)))  # the quick ones first
     return found
+
+
+def _pause() -> float:
+    """Return the least number of seconds between two updates."""
+    text = os.environ.get(PAUSE_VARIABLE) or PAUSE_S
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{PAUSE_VARIABLE} is a number of seconds, not {text!r}") from None
 
 
 class LiveLog:
@@ -64,13 +76,20 @@ class LiveLog:
         """Let it send the rest. It goes on by itself if that takes long."""
         if os.getpid() != self._pid:
             return
+        if self._process.stdin is not None:
+            with suppress(OSError), self._process.stdin as pipe:  # an error: it has ended
+                pipe.write(b"\n")
         try:
-            self._process.communicate(b"\n", timeout=WAIT_S)
+            try:
+                self._process.wait(QUIET_S)
+            except subprocess.TimeoutExpired:
+                tell(f"waiting up to {WAIT_S:.0f} s for trackers to receive the end of this run")
+                self._process.wait(WAIT_S - QUIET_S)
+            if self._process.returncode:
+                tell(f"logging failed (exit code {self._process.returncode}): log this run with `stepscope log`")
         except subprocess.TimeoutExpired:
             tell(f"process {self._process.pid} still logs the end of this run in the background")
             self._process.returncode = 0  # nobody waits for it
-        except OSError:
-            pass  # it has ended, and said why
 
 
 def follow(
@@ -84,7 +103,7 @@ def follow(
     os.nice(5)
     stderr = _silence()
     parent, pause_s, is_over = os.getppid(), 0.0, False
-    least_s = float(os.environ.get(PAUSE_VARIABLE) or PAUSE_S)
+    least_s = _pause()
     logs = [Logged(target, folder, rank) for target in targets]
 
     def attempt(log: Logged, action: Callable[[], object]) -> None:
@@ -99,7 +118,8 @@ def follow(
             if not log.has_warned:
                 log.has_warned = True
                 text = (str(error) if isinstance(error, StepscopeError) else failure(error)).rstrip(".")
-                line = f"stepscope: logging to {log.target} failed: {text}. Training goes on, and so do attempts\n"
+                then = "" if is_over else ". Training goes on, and so do attempts"
+                line = f"stepscope: logging to {log.target} failed: {text}{then}\n"
                 with suppress(OSError):  # nobody reads it
                     os.write(stderr, line.encode(errors="replace"))
 
