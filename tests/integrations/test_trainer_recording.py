@@ -11,6 +11,7 @@ import torch
 
 import stepscope
 from forks import settings
+from stepscope.errors import UsageError
 from stepscope.integrations.trainer_recording import TrainerRecording
 from stepscope.recorder import current, wall
 from stepscope.recorder.windows import Windows
@@ -69,6 +70,19 @@ def test_a_switch_turns_everything_off(tmp_path, monkeypatch):
     assert recording.metrics() == {}
     recording.end()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_tokens", [-5, 0, "7"])
+def test_tokens_that_cannot_be_are_refused_and_training_goes_on(tmp_path, monkeypatch, num_tokens):
+    told: list[str] = []
+    monkeypatch.setattr(wall, "tell", told.append)
+    recording = TrainerRecording(tmp_path / "run", WINDOWS, tokens_per_step=num_tokens)
+    train(recording)
+
+    assert recording.metrics() == {}
+    assert len(told) == 1 and "it must be a positive integer" in told[0]
+    with pytest.raises(UsageError, match="positive"):
+        stepscope.record(tmp_path / "run", tokens_per_step=num_tokens)
 
 
 def test_tokens_per_step_and_the_line_at_the_end(tmp_path, monkeypatch):
@@ -131,6 +145,7 @@ def test_ranks_share_the_folder_that_the_first_has_chosen(tmp_path):
 CHILD = """
 import os
 import torch
+from stepscope.errors import UsageError
 from stepscope.integrations.trainer_recording import TrainerRecording
 
 if os.fork():

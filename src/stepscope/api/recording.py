@@ -70,6 +70,8 @@ class Recorder(ContextDecorator):
         metrics_file: str | os.PathLike[str] | None = None,
         otlp: bool = False,
     ) -> None:
+        if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step > 0):
+            raise UsageError(f"tokens_per_step is {tokens_per_step!r}: it must be a positive integer")
         self.folder = Path(folder)
         self._log_to, self._metrics_file, self._otlp = log_to, metrics_file, otlp
         self._live_log: LiveLog | None = None
