@@ -174,6 +174,7 @@ class Owners:
         owner = first_parameter(optimizer)
         known = self._numbers.get(id(owner))
         if known is None or known[0]() is not owner:  # the id of a released parameter may be used again
+            self._numbers = {key: each for key, each in self._numbers.items() if each[0]() is not None}
             known = self._numbers[id(owner)] = weakref.ref(owner), next(self._next)
         return known[1]
 
