@@ -85,6 +85,16 @@ def test_tokens_that_cannot_be_are_refused_and_training_goes_on(tmp_path, monkey
         stepscope.record(tmp_path / "run", tokens_per_step=num_tokens)
 
 
+def test_windows_that_are_none_are_refused_and_training_goes_on(tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(wall, "tell", told.append)
+    recording = TrainerRecording(tmp_path / "run", 3)
+    train(recording)
+
+    assert recording.metrics() == {}
+    assert len(told) == 1 and "it must be a stepscope.Windows" in told[0]
+
+
 def test_tokens_per_step_and_the_line_at_the_end(tmp_path, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(wall, "tell", told.append)
