@@ -93,7 +93,9 @@ class Recorder(ContextDecorator):
         from stepscope.recorder.windows import Windows
 
         if not isinstance(self._windows, (Windows, type(None))):
-            raise UsageError(f"windows is {self._windows!r}: it must be a stepscope.Windows, such as Windows(trace=0)")
+            raise UsageError(
+                f"windows is {self._windows!r}: it must be a stepscope.Windows, such as Windows(trace=0)"
+            )
         targets, rank = self._targets()
         try:
             prepare_folder(self.folder, self._force, keep_ranks=rank_and_world_size()[1] > 1)
