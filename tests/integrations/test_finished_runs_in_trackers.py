@@ -202,7 +202,7 @@ def wandb_records(file: Path):
 
 
 def test_trackio(recording):
-    pytest.importorskip("trackio", reason="trackio wants pillow < 13, older than constraints.txt: its own extra")
+    pytest.importorskip("trackio", reason="needs trackio")
     folder = log(recording, "trackio:mine")
 
     stored = sqlite3.connect(folder / "trackio" / "mine.db")
