@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 import stepscope
 from forks import Forks, settings
 from stepscope.integrations.huggingface import StepscopeCallback
+from stepscope.recorder import clock as recorder_clock
 from stepscope.recorder import current, wall
 from stepscope.recorder.windows import Windows
 from stepscope.trace.recording import Recording, read_recording
@@ -157,13 +159,18 @@ def test_under_stepscope_run_there_is_one_recording_and_no_step_counts_twice(thr
     assert both.facts["steps"]["source"] == "step()"
 
 
-def test_the_last_figures_in_the_logs_are_those_of_the_card(tmp_path):
+def test_the_last_figures_in_the_logs_are_those_of_the_card(tmp_path, monkeypatch):
+    now_ns = [1_000_000_000]  # a clock that only forwards move: a busy machine changes nothing
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now_ns[0])
+    monkeypatch.setattr(recorder_clock.Clock.__init__, "__defaults__", (time.perf_counter_ns,))
     made = trainer(tmp_path, StepscopeCallback(tmp_path / "run", windows=WINDOWS), max_steps=40)
+    made.model.register_forward_pre_hook(lambda *_: now_ns.__setitem__(0, now_ns[0] + 10_000_000))
     made.train()
 
     logged, card = made.state.log_history[-1], stepscope.read(tmp_path / "run").to_json()
     assert logged["stepscope/steps"] == card["num_steps"] == 40
     assert logged["stepscope/tokens_per_second"] == pytest.approx(card["throughput"]["per_s"], rel=0.01)
+    assert logged["stepscope/tokens_per_second"] == pytest.approx(2 * 8 / 0.010, rel=0.01)
 
 
 def test_trackers_see_the_figures_with_each_training_log(tmp_path):
