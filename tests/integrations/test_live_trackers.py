@@ -293,7 +293,7 @@ time.sleep(600)
 
 def test_a_pause_that_is_no_number_is_a_mistake(monkeypatch):
     monkeypatch.setenv("STEPSCOPE_LOG_SECONDS", "often")
-    with pytest.raises(UsageError, match="STEPSCOPE_LOG_SECONDS is a number of seconds, not 'often'"):
+    with pytest.raises(UsageError, match="STEPSCOPE_LOG_SECONDS must be a number of seconds, not 'often'"):
         targets_of(["tensorboard"], None, False, 0)
 
 

@@ -31,10 +31,7 @@ def targets_of(
     log_to: Sequence[str], metrics_file: str | os.PathLike[str] | None, otlp: bool, rank: int
 ) -> list[Target]:
     """Return what a rank of a run logs to. UsageError for a name or a folder that does not exist."""
-    found = [Target.of(name) for name in log_to]
-    for target in found:
-        if target.tracker not in TRACKERS:
-            raise UsageError(f"{target.tracker!r} is not a tracker: choose one of {', '.join(TRACKERS)}")
+    found = [Target.of(name, TRACKERS) for name in log_to]
     found = found if not rank else []
     if otlp:
         found.insert(0, Target.of("otlp"))
@@ -55,7 +52,7 @@ def _pause() -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"{PAUSE_VARIABLE} is a number of seconds, not {text!r}") from None
+        raise UsageError(f"{PAUSE_VARIABLE} must be a number of seconds, not {text!r}") from None
 
 
 class LiveLog:
@@ -132,8 +129,8 @@ def follow(
                 _ = session.summary
             pause_s = max(least_s, LEAST_PAUSES * (time.monotonic() - began))
             if session is None:
-                pass
-            elif is_over:
+                continue
+            if is_over:
                 report = Report(Path(temporary), session, write_report)
                 for log in logs:
                     attempt(log, partial(log.finish, session, report))

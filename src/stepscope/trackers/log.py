@@ -33,21 +33,15 @@ class Report:
 
 def log_session(session: Session, target: Target, write_report: WriteReport) -> int:
     """Log a finished recording, sweep or study. Return the number of runs in the tracker."""
-    with TemporaryDirectory(prefix="stepscope-") as folder:
-        report = Report(Path(folder), session, write_report)
-        if session.kind is Kind.RECORDING:
-            _or_error(target, lambda: Logged(target, session.path).finish(session, report))
-            return 1
-        if session.kind not in (Kind.SWEEP, Kind.STUDY):
-            raise UsageError(
-                f"{session.path} is a {session.kind.value}: only recordings, sweeps and studies are runs"
-            )
-        return int(_or_error(target, lambda: _log_sweeps(session, target, report)))
-
-
-def _or_error(target: Target, action: Callable[[], Any]) -> Any:
+    if session.kind not in (Kind.RECORDING, Kind.SWEEP, Kind.STUDY):
+        raise UsageError(f"{session.path} is a {session.kind.value}: only recordings, sweeps and studies are runs")
     try:
-        return action()
+        with TemporaryDirectory(prefix="stepscope-") as folder:
+            report = Report(Path(folder), session, write_report)
+            if session.kind is not Kind.RECORDING:
+                return _log_sweeps(session, target, report)
+            Logged(target, session.path).finish(session, report)
+            return 1
     except StepscopeError:
         raise
     except Exception as error:

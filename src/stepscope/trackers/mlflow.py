@@ -23,11 +23,10 @@ def open_run(where: str | None, run: Run) -> MLflow:
     client = MlflowClient(tracking_uri=where)
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     experiment = client.get_experiment_by_name(name)
-    tags = {"stepscope.group": run.group} if run.group else {}
     run_id = client.create_run(
         experiment.experiment_id if experiment is not None else client.create_experiment(name),
         run_name=run.name,
-        tags=tags,
+        tags={"stepscope.group": run.group} if run.group else {},
     ).info.run_id
     return MLflow(client, run_id, run)
 
@@ -61,9 +60,8 @@ class MLflow:
         self._client.set_tag(self._run_id, "mlflow.note.content", f"```\n{text}\n```")
 
     def add_table(self, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        columns = {column: [row[column] for row in rows] for column in (rows[0] if rows else ())}
-        self._client.log_dict(self._run_id, {"columns": list(columns), "data": [list(row.values()) for row in rows]},
-                              f"{name}.json")  # fmt: skip
+        table = {"columns": list(rows[0]) if rows else [], "data": [list(row.values()) for row in rows]}
+        self._client.log_dict(self._run_id, table, f"{name}.json")
 
     def add_file(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))

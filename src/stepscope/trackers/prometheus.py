@@ -19,7 +19,7 @@ HELP = {**FIGURES, RUNNING: "1 while the script runs, 0 after its end."}
 def open_run(where: str | None, run: Run) -> Prometheus:
     """Return a run in a file."""
     if where is None:
-        raise UsageError("name the file: prometheus:PATH")
+        raise UsageError("the file for Prometheus has no name: write prometheus:PATH")
     return Prometheus(Path(where), {"run": run.name, "rank": str(run.rank)})
 
 
@@ -56,9 +56,8 @@ class Prometheus:
             metric = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             about = HELP.get(name.removeprefix(PREFIX), name).replace("\\", r"\\").replace("\n", r"\n")
             lines += [f"# HELP {metric} {about}", f"# TYPE {metric} gauge", f"{metric}{{{self._labels}}} {value!r}"]
-        temporary = self._path.with_name(
-            f".{self._path.name}.{os.getpid()}.tmp"
-        )  # not *.prom: the collector skips it
+        # Not *.prom: the collector skips it.
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
         temporary.chmod(0o644)  # the collector runs as another user
         temporary.replace(self._path)

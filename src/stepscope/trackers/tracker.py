@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,10 +74,10 @@ class Target:
     where: str | None
 
     @classmethod
-    def of(cls, text: str) -> Target:
+    def of(cls, text: str, known: Collection[str] = tuple(PACKAGES)) -> Target:
         """Return the target with this name. MissingDependencyError if its package is not installed."""
         tracker, _, where = text.partition(":")
-        if tracker not in PACKAGES:
+        if tracker not in known:
             raise UsageError(f"{tracker!r} is not a tracker: choose one of {', '.join(TRACKERS)}")
         if not _is_installed(PACKAGES[tracker]):
             raise MissingDependencyError(f"{tracker} is not installed: pip install 'stepscope[{tracker}]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ STEP = "stepscope/step"
 
 def open_run(where: str | None, run: Run) -> WandB:
     """Return a run in a project, by default WANDB_PROJECT or `stepscope`."""
-    import os
-
     import wandb
 
     # What runs here is not the training: its console and its use of the machine say nothing.
