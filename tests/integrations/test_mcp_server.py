@@ -117,6 +117,8 @@ def answers(folder):
         "an option": ("plan", {"workload": "--help"}),
         "run": ("run", {"script": "train.py"}),
         "a wrong argument": ("kernels", {"path": "trace.json", "rows": "many"}),
+        "no rows": ("kernels", {"path": "trace.json", "rows": -3}),
+        "before the first": ("runs", {"offset": -1}),
     }
     tools, results = talk(folder, *calls.values())
     return tools, dict(zip(calls, results))
@@ -221,6 +223,8 @@ def test_a_query_ends_after_its_rows_and_takes_bounded_memory(answers):
         ("an option", "'--help' is not a workload"),
         ("run", "run"),
         ("a wrong argument", "rows"),
+        ("no rows", "rows is -3: it must be 1 or more"),
+        ("before the first", "offset is -1: it must be 0 or more"),
         ("memory", "memory"),
     ],
 )

@@ -64,7 +64,7 @@ def answer(
 
     `rest` says how to get everything; lists that begin at `offset` can be continued.
     """
-    num_rows, longest = max(1, min(rows, MOST_ROWS)), LONGEST_TEXT
+    num_rows, longest = min(rows, MOST_ROWS), LONGEST_TEXT
     while True:
         cuts: dict[str, tuple[int, int]] = {}
         bounded = _bounded(data, "", "", num_rows, longest, cuts)

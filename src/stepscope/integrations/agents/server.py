@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,58 +42,57 @@ def serve(folder: Path, allow_run: bool) -> None:
         raise MissingDependencyError("The MCP SDK is missing: pip install 'stepscope[mcp]'") from None
 
     os.chdir(folder)
-    tools = Tools(Path.cwd().resolve())
+    tools = Tools(Path.cwd().resolve(), allow_run)
     server = MCPServer("stepscope", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
-    for tool in tools.reading:
-        hints = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+    reads, runs = ToolAnnotations(read_only_hint=True, open_world_hint=False), ToolAnnotations(read_only_hint=False)
+    for tool in [*tools.reading, *(tools.running if allow_run else ())]:
+        hints = reads if tool in tools.reading else runs
         server.add_tool(_guarded(tool), description=inspect.getdoc(tool), annotations=hints)
-    for tool in tools.running if allow_run else ():
-        hints = ToolAnnotations(read_only_hint=False)
-        server.add_tool(_guarded(tool), description=inspect.getdoc(tool), annotations=hints)
-    tools.allow_run = allow_run
     server.run("stdio")
 
 
 def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tool whose errors are sentences for the agent; they may quote a file."""
-    from mcp.server.mcpserver.exceptions import ToolError
-
+    """Return a tool whose errors are sentences for the agent."""
     if inspect.iscoroutinefunction(tool):
 
         @functools.wraps(tool)
         async def call_later(**arguments: Any) -> Any:
-            try:
+            with _errors(arguments):
                 return await tool(**arguments)
-            except StepscopeError as error:
-                raise ToolError(marked(error, 1000)) from None
 
         return call_later
 
     @functools.wraps(tool)
     def call(**arguments: Any) -> Any:
-        try:
+        with _errors(arguments):
             return tool(**arguments)
-        except StepscopeError as error:
-            raise ToolError(marked(error, 1000)) from None
 
     return call
+
+
+@contextmanager
+def _errors(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Check the arguments that many tools have, and mark errors: they may quote a file."""
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    try:
+        for name, least in (("rows", 1), ("offset", 0)):
+            if (value := arguments.get(name, least)) < least:
+                raise UsageError(f"{name} is {value}: it must be {least} or more")
+        yield
+    except StepscopeError as error:
+        raise ToolError(marked(error, 1000)) from None
 
 
 class Tools:
     """The tools of one folder. Their docstrings and signatures are what an agent sees."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.allow_run = False
+    def __init__(self, folder: Path, allow_run: bool) -> None:
+        self._folder, self._allow_run = folder, allow_run
         self.reading: list[Callable[..., Any]] = [
-            self.runs,
-            self.analyze,
-            self.diagnose,
-            self.ledger,
-            self.kernels,
-            self.modules,
-        ]
-        self.reading += [self.memory, self.compare, self.plan, self.sql]
+            self.runs, self.analyze, self.diagnose, self.ledger, self.kernels, self.modules, self.memory,
+            self.compare, self.plan, self.sql,
+        ]  # fmt: skip
         self.running: list[Callable[..., Any]] = [self.run, self.verify, self.improve, self.bench]
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -104,8 +103,8 @@ class Tools:
         paths = [run["path"] for run in found]
         tries = [command("diagnose", paths[0])] if paths else [command("run", "train.py")]
         tries += [command("compare", paths[1], paths[0])] if len(paths) > 1 else []
-        data = {"runs": found[max(0, offset) :], "total": len(found)}
-        return answer(f"{len(found)} found.", data, tries, rows, offset=max(0, offset))
+        data = {"runs": found[offset:], "total": len(found)}
+        return answer(f"{len(found)} found.", data, tries, rows, offset=offset)
 
     def analyze(
         self, path: str | None = None, step: int | None = None, rank: int | None = None, rows: int = 10
@@ -187,7 +186,7 @@ class Tools:
         `workload` is a name such as `cs336`, or `hf:config.json`; `knobs` are those of `--set`, such as
         {"seq_len": "512"}. Your own `file.py:build` runs code, so it needs --allow-run.
         """
-        if not re.fullmatch(r"[\w-]+", workload) and not workload.startswith("hf:") and not self.allow_run:
+        if not re.fullmatch(r"[\w-]+", workload) and not workload.startswith("hf:") and not self._allow_run:
             raise UsageError(f"{workload} runs code: start the server with `stepscope mcp --allow-run`")
         words = ["plan", self._workload(workload), "--json", f"--device={device}", *_knobs(preset, knobs)]
         return await self._execute(words, 10.0, rows, [command("bench", workload, "--dry-run")])
@@ -197,7 +196,7 @@ class Tools:
 
         docs/tables.md describes them. Times are in nanoseconds. Use limit and offset for more rows.
         """
-        where, rows = self._path(path), min(max(1, rows), MOST_ROWS)
+        where, rows = self._path(path), min(rows, MOST_ROWS)
         found = api.sql(where, query, memory_limit=SQL_MEMORY, rows=rows + 1)
         has_more = found.height > rows
         data = {"columns": found.columns, "rows": found.head(rows).rows(), "has_more": has_more}
@@ -260,10 +259,9 @@ class Tools:
         found = api.analyze(where, step=step, rank=rank)
         ranks = found.to_json()["ranks"]
         lists = [{name: each[name] for name in names if each[name]} for each in ranks]
-        if names[-1] == "ops" and any("top_kernels" in each for each in lists):
+        if any("top_kernels" in each for each in lists):
             for each in lists:
                 each.pop("ops", None)
-        offset = max(0, offset)
         data = {
             "ranks": [
                 {"rank": each["rank"], **{name: listed[offset:] for name, listed in kept.items()}}
@@ -351,7 +349,7 @@ class Tools:
                 with anyio.fail_after(60 * minutes):
                     code = await process.wait()
             except TimeoutError:
-                message = f"stepscope {words[0]} took longer than {minutes:g} minutes: give it more"
+                message = f"stepscope {words[0]} took longer than {minutes:g} minutes: raise `minutes`"
                 raise StepscopeError(message) from None
             finally:
                 with suppress(ProcessLookupError):
@@ -366,8 +364,8 @@ class Tools:
         data = data if isinstance(data, dict) else {"rows": data}
         if isinstance(data.get("recording"), str):
             data["recording"] = os.path.relpath(data["recording"], self._folder)
-        said = data.get("verdict")
-        said = marked(said, 1000) if said else f"stepscope {words[0]} ended with exit code {code}."
+        ended = f"ended with exit code {code}" if code else "is done"
+        said = marked(data["verdict"], 1000) if data.get("verdict") else f"stepscope {words[0]} {ended}; see `data`."
         return answer(said, {**data, "ended_with": code, "printed": told.splitlines()[-ROWS:]}, tries, rows)
 
 
