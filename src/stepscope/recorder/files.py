@@ -56,7 +56,7 @@ def default_folder(name: str) -> Path:
 def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
     """Create `folder`, or empty an earlier recording if `force` is set. Raises ValueError if that is not possible.
 
-    Only a folder that holds a recording is emptied: `--force` on a home directory is refused. `keep_ranks` leaves
+    Only a folder that holds a recording is emptied: `force` on a home directory is refused. `keep_ranks` leaves
     other ranks' folders alone, because they are being written.
     """
     try:
@@ -66,11 +66,12 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
         entries = [e for e in folder.iterdir() if not (keep_ranks and RANK_FOLDER.fullmatch(e.name))]
         if entries:
             if not _is_recording(folder / RECORDING_FILE):
-                raise ValueError(f"{folder} is not empty and holds no recording: name another folder with -o")
+                raise ValueError(f"{folder} is not empty and holds no recording: name another folder")
             if not force:
-                raise ValueError(f"{folder} already holds a recording: add --force to replace it, or use -o OTHER")
+                how = "add --force (in Python, force=True) to replace it, or name another folder"
+                raise ValueError(f"{folder} already holds a recording: {how}")
             if (pid := _recorded_by(folder / RECORDING_FILE)) is not None:
-                raise ValueError(f"{folder} is being recorded by process {pid}: wait for its end, or use -o OTHER")
+                raise ValueError(f"{folder} is being recorded by process {pid}: wait, or name another folder")
             for entry in entries:
                 if entry.name not in OWN_NAMES and not CHILD_FOLDER.fullmatch(entry.name):
                     continue  # the user keeps own files beside the recording
@@ -78,9 +79,7 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"cannot write to {folder}: {error.strerror or error}; name another folder with -o"
-        ) from None
+        raise ValueError(f"cannot write to {folder}: {error.strerror or error}; name another folder") from None
 
 
 def _is_recording(path: Path) -> bool:
