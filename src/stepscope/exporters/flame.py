@@ -1,12 +1,11 @@
 """A flame graph: GPU work by phase, module, op and kernel; of a trace without a GPU, the host's time.
 
 Every nanosecond is in exactly one stack. `.svg` is a picture that any browser shows, with figures under the pointer;
-`.folded` has one line a stack, as flame graph tools read them.
+`.folded` has one line per stack, as flame graph tools read them.
 """
 
 import html
 from collections.abc import Iterator
-from typing import Any
 
 import polars as pl
 
@@ -67,7 +66,7 @@ class _Frame:
 
 
 def svg_texts(stacks: Stacks, title: str) -> Iterator[str]:
-    """The picture: the whole on top, what it consists of below, the largest first."""
+    """Yield the picture: the whole on top, its parts below, the largest first."""
     whole = _Frame()
     for stack, ns in stacks.items():
         frame = whole
@@ -97,9 +96,8 @@ def _box(top: int, left: float, width: float, name: str, ns: int, whole: int, co
     room = int((width - 6) / _CHARACTER)
     short = short_name(name)
     text = short if len(short) <= room else f"{short[: room - 1]}…" if room > 3 else ""
-    place: dict[str, Any] = {"x": f"{left:.2f}", "y": top, "width": f"{max(width - 0.5, 0.3):.2f}", "height": ROW - 1}
-    attributes = " ".join(f'{key}="{value}"' for key, value in place.items())
+    place = f'x="{left:.2f}" y="{top}" width="{max(width - 0.5, 0.3):.2f}" height="{ROW - 1}"'
     label = (
         f'<text x="{left + 3:.2f}" y="{top + 13}" fill="{ink_on(color)}">{html.escape(text)}</text>' if text else ""
     )
-    return f'<g><title>{html.escape(said)}</title><rect {attributes} fill="{color}"/>{label}</g>\n'
+    return f'<g><title>{html.escape(said)}</title><rect {place} fill="{color}"/>{label}</g>\n'

@@ -22,13 +22,13 @@ ROWS_A_CHUNK = 50_000  # rows that are text at one time: what bounds the memory
 
 
 def lines_of(frame: pl.DataFrame, line: Callable[[pl.DataFrame], pl.Expr]) -> Iterator[str]:
-    """The lines of a table, a chunk at a time, separated by a comma and a new line."""
+    """Yield the lines of a table, a chunk at a time, separated by a comma and a new line."""
     for part in frame.iter_slices(ROWS_A_CHUNK):
         yield ",\n".join(part.select(line(part).alias("line"))["line"])
 
 
 def event(args: Mapping[str, pl.Expr] | None = None, /, **fields: pl.Expr | str) -> pl.Expr:
-    """One object a row from JSON texts by name, constant or not; those that are null are left out."""
+    """Return one object per row from JSON texts by name, constant or not; those that are null are left out."""
     parts = [_pair(name, pl.lit(value) if isinstance(value, str) else value) for name, value in fields.items()]
     if args is not None:
         inside = pl.concat_str([_pair(name, value) for name, value in args.items()], separator=",", ignore_nulls=True)
@@ -42,12 +42,12 @@ def _pair(name: str, value: pl.Expr) -> pl.Expr:
 
 
 def microseconds(ns: pl.Expr) -> pl.Expr:
-    """Nanoseconds, not negative, as microseconds with three decimals: exact, as the format wants them."""
+    """Return nanoseconds, not negative, as microseconds with three decimals: exact, as the format wants them."""
     return pl.concat_str((ns // 1000).cast(pl.String), pl.lit("."), (ns % 1000).cast(pl.String).str.zfill(3))
 
 
 def numbers(columns: Mapping[str, str]) -> dict[str, pl.Expr]:
-    """Columns of numbers as JSON, by the name of the argument."""
+    """Return columns of numbers as JSON, by the name of the argument."""
     return {name: pl.col(column).cast(pl.String) for name, column in columns.items()}
 
 
@@ -57,12 +57,12 @@ def texts(frame: pl.DataFrame, columns: Mapping[str, str]) -> dict[str, pl.Expr]
 
 
 def recorded(frame: pl.DataFrame, columns: Mapping[str, str]) -> dict[str, pl.Expr]:
-    """What was JSON when it was recorded as that JSON again; what was none, as a text."""
+    """Return columns that were recorded as JSON unchanged, and other text as JSON strings."""
     return {name: pl.lit(mapped(frame[column], _json_or_text)) for name, column in columns.items()}
 
 
 def mapped(column: pl.Series, to: Callable[[str], str]) -> pl.Series:
-    """A column of texts as other texts; each different one is made once."""
+    """Return a column with `to` applied to each text, once per distinct one."""
     values = column.cast(pl.String)
     different = values.drop_nulls().unique()
     made: pl.Series = values.replace_strict(different, [to(one) for one in different], return_dtype=pl.String)
@@ -80,7 +80,7 @@ def _json_or_text(value: str) -> str:
 ENDINGS = (".json", ".json.gz")
 LARGEST_EXACT_NS = 2**53
 """From here on a reader that takes microseconds as a double loses nanoseconds: such a clock is moved."""
-SECOND_NS = 1_000_000_000
+_SECOND_NS = 1_000_000_000
 _CATEGORY = {
     "op": "cpu_op", "annotation": "user_annotation", "runtime": "cuda_runtime", "driver": "cuda_driver",
     "python": "python_function", "overhead": "overhead", "other": "other",
@@ -107,6 +107,11 @@ _COLLECTIVE_ARGS = {"In msg nelems": "collective.num_in_elements", "Out msg nele
                     "Group size": "collective.group_size"}  # fmt: skip
 
 
+def clock_shift_ns(start_ns: int, end_ns: int) -> int:
+    """Return what to subtract from every time, in whole seconds: 0 if the file can hold the times as they are."""
+    return 0 if start_ns >= 0 and end_ns < LARGEST_EXACT_NS else start_ns // _SECOND_NS * _SECOND_NS
+
+
 def perfetto_texts(selection: Selection, findings: Sequence[Finding] = ()) -> Iterator[str]:
     made = _Perfetto(selection, findings)
     yield from _document(made.header(), made.lines())
@@ -115,7 +120,7 @@ def perfetto_texts(selection: Selection, findings: Sequence[Finding] = ()) -> It
 def timeline_texts(
     header: Mapping[str, Any], parts: Iterable[tuple[Selection, Sequence[Finding], int, int]]
 ) -> Iterator[str]:
-    """One file of several ranks, of each its part, findings, number and clock offset, one in memory at a time."""
+    """Yield one file of several ranks: part, findings, number and clock offset of each, one in memory at a time."""
     return _document(header, _ranks(parts))
 
 
@@ -144,11 +149,7 @@ class _Perfetto:
         self.places = Places(selection, among)
         self.collectives = selection.linked.trace.collectives
         self.num_arrows = 0
-        # How much earlier the file's clock begins, in whole seconds: 0 where its times can be told as they are.
-        is_exact = selection.start_ns >= 0 and selection.end_ns < LARGEST_EXACT_NS
-        self.shift_ns = 0 if is_exact else selection.start_ns // SECOND_NS * SECOND_NS
-        if among:
-            self.shift_ns = among.offset_ns
+        self.shift_ns = among.offset_ns if among else clock_shift_ns(selection.start_ns, selection.end_ns)
 
     def header(self) -> dict[str, Any]:
         selection, facts = self.selection, self.selection.linked.trace.facts
@@ -210,7 +211,7 @@ class _Perfetto:
         return {name: pl.lit(pl.Series(ids, dtype=pl.String)).gather("thread") for name, ids in known.items()}
 
     def _categories(self, table: str) -> dict[str, str]:
-        """The category of each kind as the trace spells it most often, as JSON."""
+        """Return the category of each kind, as the trace spells it most often, as JSON."""
         counts = self.selection.linked.trace.counts.filter(pl.col("phase") == "X").sort("num_events")
         known = dict(_CATEGORY)
         for name in counts["category"]:
@@ -229,7 +230,7 @@ class _Perfetto:
     # -- what links them -----------------------------------------------------------------------------------------
 
     def _flows(self) -> Iterator[str]:
-        """From each launch to its work, from each forward op to its backward: two ends with one number."""
+        """Yield arrows from each launch to its work and each forward op to its backward: two ends with one id."""
         end = ("start_ns", "pid", "tid")
         columns = ("row", "parent", "forward", "sequence", "forward_thread", "kind", "start_ns")
         ends = self.selection.host.select(*columns, **self._thread())
@@ -289,7 +290,7 @@ class _Perfetto:
         )
 
     def _said(self, name: str, args: dict[str, Any]) -> str:
-        """What is said of a process or a thread, as JSON; of a process with its rank where there are several."""
+        """Return the metadata of a process or a thread as JSON; with several ranks, a process names its own."""
         if self.among and name == "process_name":
             args = {"name": f"rank {self.among.rank}: {args['name']}"}
         if self.among and name == "process_sort_index":

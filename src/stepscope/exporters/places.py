@@ -16,7 +16,7 @@ _STREAM, _RANGES, _SYNCS = "", " annotations", " synchronizations"
 
 
 def id_of(value: str | None) -> str:
-    """A process or a thread as JSON: a number where it is one, as profilers write them.
+    """Return a process or a thread as JSON: a number if it is one, as profilers write them.
 
     >>> id_of("42"), id_of("Spans"), id_of("007"), id_of(None)
     ('42', '"Spans"', '"007"', '"unknown"')
@@ -32,13 +32,13 @@ class OnTimeline:
     """A rank on a timeline of several."""
 
     rank: int
-    offset_ns: int  # what its clock is ahead of the timeline's
+    offset_ns: int  # how far its clock is ahead of the timeline's
     first: int  # no process and no arrow of an earlier rank has this number or a higher one
 
 
 class Places:
-    """Processes and threads as recorded. GPU work is on a track a stream, annotations and synchronizations on tracks
-    of their own, and what overlaps another in part goes to a further one: no viewer draws two such bars on one."""
+    """Processes and threads as recorded. GPU work has one track per stream, and annotations and synchronizations have
+    their own. Events that partly overlap go to another track: no viewer draws two such bars on one."""
 
     def __init__(self, selection: Selection, among: OnTimeline | None) -> None:
         trace = selection.linked.trace
@@ -66,7 +66,7 @@ class Places:
         self.syncs = self._placed(selection.syncs, _SYNCS)
 
     def names(self) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-        """Process and thread as JSON, and what is said of them: what they are called, and their order."""
+        """Yield process and thread as JSON, and their metadata: their names and their order."""
         threads = self._selection.linked.trace.threads
         seen: set[str] = set()
         for row in threads.join(self._used(), on="thread", how="semi", maintain_order="left").iter_rows(named=True):
@@ -96,7 +96,7 @@ class Places:
         return len(self._numbers)
 
     def _pid(self, recorded: str) -> str:
-        """A process as JSON; among several ranks a number of its own, as ranks may have the same ones."""
+        """Return a process as JSON; with several ranks, a new number, because ranks may have the same ones."""
         if self._among is None:
             return recorded
         return str(self._among.first + self._numbers.setdefault(recorded, len(self._numbers)))
@@ -106,7 +106,7 @@ class Places:
         return pl.concat([frame.select("thread") for frame in frames]).unique()
 
     def _placed(self, events: pl.DataFrame, what: str) -> pl.DataFrame:
-        """Events with the `pid`, as JSON, and the `tid` of their track."""
+        """Return events with the `pid`, as JSON, and the `tid` of their track."""
         key = ["device", "stream"]
         end = pl.col("start_ns") + pl.col("duration_ns")
         ordered = events.with_columns(end.alias("end_ns")).sort(

@@ -24,14 +24,14 @@ _KEYS = ["shapes", "dtypes", "strides", "inputs"]
 
 
 def repro_texts(linked: Linked, asked: str, source: str) -> Iterator[str]:
-    """The script of an op: by its name, or by its place in the list of ops, 1 for the one with most time."""
+    """Yield the script of an op: by its name, or by its place in the list of ops, 1 for the one with most time."""
     name = _name(linked, asked)
     namespace, op = _parts(name)
     texts, num_calls, total_ns, is_device = _usual_call(linked, name)
     values = argument_values(texts["inputs"])
     if texts["shapes"] is None or values is None:
         raise UsageError(
-            f"the trace does not say the arguments of {name}: record it with `stepscope run`, or with "
+            f"the trace does not have the arguments of {name}: record it with `stepscope run`, or with "
             "record_shapes=True"
         )
     given = operands(texts["shapes"], texts["dtypes"], texts["strides"])
@@ -103,7 +103,7 @@ def _tensor(tensor: Tensor, usual: str) -> str:
 
 
 def _literal(value: str) -> str:
-    """A value as Python text: numbers, True, False, lists of them; anything else is quoted, nothing is None.
+    """Return a value as Python text: numbers, True, False, lists of them; anything else is quoted, nothing is None.
 
     >>> [_literal(value) for value in ("", "1e-05", "[0, 1]", "False", "cuda:0", "-inf")]
     ['None', '1e-05', '[0, 1]', 'False', "'cuda:0'", "float('-inf')"]
@@ -144,11 +144,13 @@ DTYPES = {{
 
 
 def tensor(shape, strides, dtype):
-    made = torch.empty(shape, dtype=dtype, device=DEVICE)
-    if strides is not None:
+    if strides is None:
+        made = torch.empty(shape, dtype=dtype, device=DEVICE)
+    else:
         made = torch.empty_strided(shape, strides, dtype=dtype, device=DEVICE)
-    filled = torch.rand(shape, device=DEVICE) if dtype.is_floating_point or dtype.is_complex else None
-    if filled is None:
+    if dtype.is_floating_point or dtype.is_complex:
+        filled = torch.rand(shape, device=DEVICE)
+    else:
         filled = torch.randint(0, 2 if dtype is torch.bool else HIGH, shape, device=DEVICE)
     if 0 in (strides or ()) and made.numel():
         return made.zero_()  # its elements share memory
@@ -156,7 +158,7 @@ def tensor(shape, strides, dtype):
 
 
 def fitting(kind, value):
-    """A value of the trace as an argument of this kind."""
+    """Return a value of the trace as an argument of this kind."""
     if value is not None and "ScalarType" in kind and "List" not in kind:
         return DTYPES.get(value)
     if value is not None and "MemoryFormat" in kind:
@@ -167,7 +169,7 @@ def fitting(kind, value):
 
 
 def bound(op, values):
-    """The op's form that takes these values, as a function without arguments."""
+    """Return the op's overload that takes these values, as a function without arguments."""
     refused = []
     for name in op.overloads():
         form = getattr(op, name)
@@ -182,7 +184,7 @@ def bound(op, values):
             refused.append(f"{{name}}: {{str(error).splitlines()[0]}}")
             continue
         return lambda: form(*positional, **named)
-    sys.exit("no form of this op takes these arguments here:\\n" + "\\n".join(refused or ["none has as many"]))
+    sys.exit("no overload of this op takes these arguments here:\\n" + "\\n".join(refused or ["none has as many"]))
 
 
 torch.manual_seed(0)
@@ -204,7 +206,7 @@ def once():
 
 
 def timed(most, seconds):
-    """The times of up to `most` calls that begin within these seconds, and of at least one."""
+    """Return the times of up to `most` calls that begin within these seconds, and of at least one."""
     end, times = time.perf_counter() + seconds, [once()]
     while len(times) < most and time.perf_counter() < end:
         times.append(once())

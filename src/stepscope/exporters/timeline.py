@@ -10,7 +10,7 @@ from stepscope.analysis.ranks.collectives import collectives
 from stepscope.analysis.ranks.side_by_side import clock_alignment, match_collectives
 from stepscope.analysis.structure.links import link
 from stepscope.errors import UsageError
-from stepscope.exporters.perfetto import LARGEST_EXACT_NS, SECOND_NS, timeline_texts
+from stepscope.exporters.perfetto import clock_shift_ns, timeline_texts
 from stepscope.exporters.selection import Selection, select
 from stepscope.findings.diagnose import diagnose
 from stepscope.findings.finding import Finding
@@ -20,7 +20,7 @@ from stepscope.session import Session
 from stepscope.version import __version__
 
 Asked = tuple[int | None, str | None]
-"""A step and a module, as far as only a part is asked for."""
+"""A step and a module; None for all of them."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Timeline:
         calls, spans, bases = {}, {}, {}
         for opened in self.session.traces():
             if opened.rank in calls:
-                raise UsageError(f"two traces are of rank {opened.rank}: name the files of one run")
+                raise UsageError(f"two traces are of rank {opened.rank}: name only the files of one run")
             linked = link(opened.trace)
             calls[opened.rank] = collectives(linked)
             part = select(linked, *self.asked)
@@ -48,12 +48,12 @@ class Timeline:
         if len(calls) < 2:
             raise UsageError(f"{self.session.path} holds the trace of one rank: leave out --ranks")
         if not spans:
-            raise UsageError("no rank has an event of that step and module")
+            raise UsageError("no rank has an event of that step and module: choose another step or module")
         clocks = clock_alignment(match_collectives(calls), bases)
         offsets = self._offsets(clocks, bases)
         start = min(first - offsets[rank] for rank, (first, _) in spans.items())
         end = max(last - offsets[rank] for rank, (_, last) in spans.items())
-        shift = 0 if start >= 0 and end < LARGEST_EXACT_NS else start // SECOND_NS * SECOND_NS
+        shift = clock_shift_ns(start, end)
         header = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -67,7 +67,7 @@ class Timeline:
         write_texts(target, timeline_texts(header, self._parts(whole, findings)))
 
     def _offsets(self, clocks: pl.DataFrame, bases: dict[int, int]) -> dict[int, int]:
-        """What each rank's clock is ahead of the lowest rank's: by their collectives, else as the traces say it."""
+        """Return how far each rank's clock is ahead of the lowest rank's: by collectives, else by recorded times."""
         first, alone, offsets = min(bases), [], {}
         for row in clocks.iter_rows(named=True):
             offsets[row["rank"]] = row["offset_ns"] + bases[first] - bases[row["reference"]]
