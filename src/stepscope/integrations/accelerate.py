@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.integrations.trainer_recording import RecordingCallback, TrainerRecording, missing
 from stepscope.recorder import wall
 
 try:
@@ -14,11 +13,8 @@ try:
 except ModuleNotFoundError:
     raise missing("accelerate", "accelerate") from None
 
-if TYPE_CHECKING:
-    from stepscope.recorder.windows import Windows
 
-
-class StepscopeTracker(tracking.GeneralTracker):
+class StepscopeTracker(RecordingCallback, tracking.GeneralTracker):
     """Records from `accelerator.init_trackers()` to `end_training()`, and adds Stepscope's figures to each log.
 
     `folder` is where the recording goes (default: a new one under `runs/`). The other arguments are those of
@@ -30,17 +26,6 @@ class StepscopeTracker(tracking.GeneralTracker):
     name = "stepscope"
     requires_logging_directory = False
     main_process_only = False
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        windows: Windows | None = None,
-        tokens_per_step: int | None = None,
-        force: bool = False,
-    ) -> None:
-        super().__init__()
-        self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
 
     @property
     def tracker(self) -> TrainerRecording:

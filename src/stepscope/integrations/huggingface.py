@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.integrations.trainer_recording import RecordingCallback, missing
 from stepscope.recorder import wall
 
 try:
@@ -16,10 +15,9 @@ except ModuleNotFoundError:
 
 if TYPE_CHECKING:
     from stepscope.recorder.patches import After
-    from stepscope.recorder.windows import Windows
 
 
-class StepscopeCallback(TrainerCallback):
+class StepscopeCallback(RecordingCallback, TrainerCallback):
     """Records each training of a Trainer, and adds Stepscope's figures to its logs.
 
     `folder` is where the recording goes (default: a new one under `runs/`). The other arguments are those of
@@ -27,16 +25,6 @@ class StepscopeCallback(TrainerCallback):
 
     >>> trainer = Trainer(model, arguments, callbacks=[StepscopeCallback()])  # doctest: +SKIP
     """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        windows: Windows | None = None,
-        tokens_per_step: int | None = None,
-        force: bool = False,
-    ) -> None:
-        self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
 
     @wall.guarded
     def on_train_begin(self, _args: Any, state: Any, *_rest: Any, **_kwargs: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
-
-from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.integrations.trainer_recording import RecordingCallback, missing
 from stepscope.recorder import wall
 
 try:
@@ -13,13 +10,10 @@ try:
 except ModuleNotFoundError:
     raise missing("ignite", "pytorch-ignite") from None
 
-if TYPE_CHECKING:
-    from stepscope.recorder.windows import Windows
-
 EVERY = 10
 
 
-class StepscopeHandler:
+class StepscopeHandler(RecordingCallback):
     """Records each run of an engine that trains, and puts Stepscope's figures into its `state.metrics`.
 
     `folder` is where the recording goes (default: a new one under `runs/`). The other arguments are those of
@@ -27,16 +21,6 @@ class StepscopeHandler:
 
     >>> StepscopeHandler().attach(trainer, evaluator)  # doctest: +SKIP
     """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        windows: Windows | None = None,
-        tokens_per_step: int | None = None,
-        force: bool = False,
-    ) -> None:
-        self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
 
     def attach(self, trainer: Engine, *evaluators: Engine, every: int = EVERY) -> None:
         """Record `trainer`; runs of `evaluators` are evaluations. Figures are new after `every` iterations."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stepscope.integrations.trainer_recording import TrainerRecording, missing
+from stepscope.integrations.trainer_recording import RecordingCallback, missing
 from stepscope.recorder import wall
 
 try:
@@ -16,11 +15,8 @@ except ModuleNotFoundError:
     except ModuleNotFoundError:
         raise missing("lightning", "lightning") from None
 
-if TYPE_CHECKING:
-    from stepscope.recorder.windows import Windows
 
-
-class StepscopeCallback(Callback):
+class StepscopeCallback(RecordingCallback, Callback):
     """Records each `fit()` of a Trainer, and logs Stepscope's figures with its loggers.
 
     `folder` is where the recording goes (default: a new one under `runs/`). The other arguments are those of
@@ -28,16 +24,6 @@ class StepscopeCallback(Callback):
 
     >>> trainer = Trainer(callbacks=[StepscopeCallback()])  # doctest: +SKIP
     """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        windows: Windows | None = None,
-        tokens_per_step: int | None = None,
-        force: bool = False,
-    ) -> None:
-        self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
 
     def on_train_start(self, trainer: Any, _module: Any) -> None:
         self.recording.begin(trainer, trainer.global_step)

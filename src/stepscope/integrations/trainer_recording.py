@@ -164,6 +164,21 @@ class TrainerRecording:
         self.end(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or KeyboardInterrupt())
 
 
+class RecordingCallback:
+    """What the callbacks of all trainers take: the arguments of `stepscope.record()` that a callback can use."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        windows: Windows | None = None,
+        tokens_per_step: int | None = None,
+        force: bool = False,
+    ) -> None:
+        super().__init__()
+        self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
+
+
 def _of_rank(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}" if rank else folder
 
