@@ -17,7 +17,7 @@ import pytest
 from handmade import cpu_recording
 from stepscope.session import open_session
 from stepscope.trackers.figures import FIGURES, OF_STEPS, PREFIX, STEP_VALUES, figures
-from stepscope.trackers.tracker import TRACKERS, Target
+from stepscope.trackers.tracker import TRACKERS, Run, Target
 from trace_builder import TraceBuilder
 from verbs import run_verb
 
@@ -110,6 +110,21 @@ def test_a_run_that_is_logged_again_is_a_run_of_its_own_in_tensorboard(recording
 
     for folder in folders:
         assert len(scalars_of(folder).Scalars("stepscope/per_step/time_ms")) == NUM_STEPS
+
+
+def test_text_in_tensorboard_cannot_become_markup(tmp_path):
+    pytest.importorskip("tensorboard")
+    run = Target.of(f"tensorboard:{tmp_path}").open_run(Run("mine", {}))
+    run.summarize({}, "a name:\n```\n# of a trace")
+    run.add_table("findings", [{"finding": "<img src=x> | [a](http://b)\n# c"}])
+    run.close()
+
+    events = scalars_of(tmp_path / "mine")
+    card, table = (
+        events.Tensors(f"stepscope/{name}")[0].tensor_proto.string_val[0].decode() for name in ("card", "findings")
+    )
+    assert card.startswith("``````\n") and card.endswith("\n``````")
+    assert len(table.splitlines()) == 3 and "\\<img src=x\\> \\| \\[a\\](http\\://b)" in table
 
 
 def test_a_sweep_in_tensorboard_has_a_run_per_point_with_parameters(sweep):

@@ -106,6 +106,13 @@ def test_ranks_without_collectives_are_placed_by_their_wall_clocks(tmp_path):
     assert any("wall clocks" in note for note in notes)
 
 
+def test_two_traces_of_one_rank_are_refused(ranks, tmp_path):
+    rank(1).write(ranks / "another.json")
+
+    with pytest.raises(UsageError, match="both of rank 1"):
+        export(ranks, "perfetto", ranks="all", output=tmp_path / "all.json.gz")
+
+
 def test_what_does_not_fit_all_ranks_is_refused(ranks, tmp_path):
     for asked in ({"form": "speedscope", "ranks": "all"}, {"form": "perfetto", "ranks": "all", "rank": 1}):
         with pytest.raises(UsageError, match="--rank"):

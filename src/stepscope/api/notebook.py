@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepscope.api.recording import record
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.recorder.windows import Windows
 
 if TYPE_CHECKING:
     from stepscope.document.model import Document
@@ -50,7 +51,6 @@ def shown(line: str) -> Document:
 def recorded(shell: Any, line: str, cell: str) -> Document:
     """Return what was recorded while the cell ran in the notebook's own names."""
     from stepscope.recorder.files import default_folder
-    from stepscope.recorder.windows import Windows
 
     asked = _options().parse_args(shlex.split(line))
     number = len(shell.history_manager.input_hist_parsed) - 1  # the cell's: execution_count may be the next one's
@@ -75,8 +75,7 @@ def _options() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="DIR")
     add("--force", action="store_true")
-    add("--warmup", type=int, default=5, metavar="N")
-    add("--clean", type=int, default=20, metavar="N")
-    add("--trace", type=int, default=2, metavar="N")
+    for window in ("warmup", "clean", "trace"):
+        add(f"--{window}", type=int, default=getattr(Windows, window), metavar="N")
     add("--tokens-per-step", type=int, metavar="N")
     return parser

@@ -17,6 +17,7 @@ from stepscope.findings.finding import Finding
 from stepscope.formatting import milliseconds
 from stepscope.render.files import write_texts
 from stepscope.session import Session
+from stepscope.trace.find import two_of_one_rank
 from stepscope.version import __version__
 
 Asked = tuple[int | None, str | None]
@@ -35,9 +36,11 @@ class Timeline:
 
     def write(self, target: Path, ignored: Collection[str]) -> None:
         calls, spans, bases = {}, {}, {}
+        paths: dict[int, Path] = {}
         for opened in self.session.traces():
-            if opened.rank in calls:
-                raise UsageError(f"two traces are of rank {opened.rank}: name only the files of one run")
+            if opened.rank in paths:
+                raise two_of_one_rank(opened.rank, paths[opened.rank], opened.path)
+            paths[opened.rank] = opened.path
             linked = link(opened.trace)
             calls[opened.rank] = collectives(linked)
             part = select(linked, *self.asked)

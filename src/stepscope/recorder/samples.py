@@ -63,7 +63,7 @@ class Samples:
         self._append(json.dumps({"restart": reason}))
 
     def join(self, first: int, num_joined: int) -> None:
-        """Make one step of the last ones, from `first` on."""
+        """Join the last steps, from `first` on, into one."""
         self._pending = [step for step in self._pending if step.index < first]
         self.tally.join(num_joined)
         self._append(json.dumps({"joined": num_joined}))

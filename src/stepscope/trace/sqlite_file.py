@@ -1,4 +1,4 @@
-"""Plain tables of an SQLite file from anybody, read without running any SQL that the file contains."""
+"""Plain tables of an untrusted SQLite file, read without running any SQL that the file contains."""
 
 import os
 import sqlite3

@@ -19,7 +19,7 @@ from stepscope.trackers.tracker import TRACKERS, Target
 PAUSE_VARIABLE, PAUSE_S = "STEPSCOPE_LOG_SECONDS", 5.0  # between two updates
 LEAST_PAUSES = 20  # reading a long recording again takes at most this part of the time
 MOST_RETRY_S = 600.0  # between attempts to reach a tracker that is down
-QUIET_S = 10.0  # of this wait, before a line says what it is for
+QUIET_S = 10.0  # how long to wait before saying why
 WAIT_S = 60.0  # at the end of the script, for trackers to send the rest
 # Not `-m stepscope`: it would look for packages in the script's folder first.
 _PROGRAM = (

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepscope.render.markdown.text import grid, prose
 from stepscope.trackers.tracker import Point, Run
 
 FOLDER = "tensorboard"
@@ -65,7 +66,8 @@ class TensorBoard:
         self._writer.flush()
 
     def summarize(self, values: Mapping[str, Any], text: str) -> None:
-        self._write_text("card", f"```\n{text}\n```")
+        fence = "`" * (3 + text.count("`"))  # no name in the card can close it
+        self._write_text("card", f"{fence}\n{text}\n{fence}")
         if self._parameters:
             self._write_hparams([name for name in values if name in self._last.values])
 
@@ -130,6 +132,4 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     if not rows:
         return "none"
     head = list(rows[0])
-    cells = [[row[name].replace("|", "\\|").replace("\n", " ") for name in head] for row in rows]
-    lines = [head, ["---"] * len(head), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(grid(head, [[prose(row[name]) for name in head] for row in rows], [":--"] * len(head)))

@@ -90,7 +90,7 @@ def module_groups(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _subtree_ends(host: pl.DataFrame) -> pl.Series:
-    """Return the first row behind all that is inside each event: the next sibling's, or that of the event around."""
+    """Return the row that ends each event's subtree: its next sibling's, or that of an event around it."""
     by_parent = host.select("parent", "row").sort("parent", "row")
     is_next = by_parent["parent"].eq_missing(by_parent["parent"].shift(-1))
     next_row = by_parent["row"].shift(-1).zip_with(is_next, NO_ROW)

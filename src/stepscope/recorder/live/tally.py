@@ -91,7 +91,7 @@ class Tally:
         self._loop_ns += sum(host_ns.values())
 
     def join(self, num_joined: int) -> None:
-        """Make one step of the last ones."""
+        """Join the last steps into one."""
         steps = [self._kept.pop() for _ in range(min(num_joined, len(self._kept)))]
         if steps:
             times = [sum(step[i] for step in steps) for i in range(1, 5)]
