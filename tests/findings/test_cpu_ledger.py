@@ -46,10 +46,9 @@ def test_time_without_any_op_has_an_owner(tmp_path, where, row):
     ledger = diagnosis.ledger
 
     assert sum(ledger.parts.values()) == ledger.total_ns
-    # A sleep is never shorter than asked, and on a busy machine longer.
+    # The row is a lower bound: what a traced step takes longer, on a busy machine too, is taken from it first.
+    assert max(ledger.parts, key=ledger.parts.__getitem__) == row
     pause_ns = ledger.parts[row] / ledger.num_steps
-    other = {"cpu_python": "cpu_data", "cpu_data": "cpu_python"}[row]
-    assert pause_ns >= 10e6 and ledger.parts[other] < ledger.parts[row]
     assert ledger.parts["cpu_products"] > 0 and ledger.limit_share is None
     told = [one for one in diagnosis.findings if row in one.claims]
     assert told and 0.95 * pause_ns <= told[0].saving_ns <= pause_ns
