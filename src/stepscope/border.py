@@ -173,7 +173,7 @@ def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < COUNT_END
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether it is a number that arithmetic does not overflow with."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e100 < value < 1e100
 
@@ -182,12 +182,12 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < COUNT_END
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and not (_SURROGATE.search(value) if not value.isascii() else None)
 
 
 def _is_place(value: Any) -> bool:
-    if not _is_text(value) or not value or "\0" in value:
+    if not is_text(value) or not value or "\0" in value:
         return False
     path = PurePosixPath(value)
     return not path.is_absolute() and ".." not in path.parts
@@ -199,24 +199,24 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which cannot be 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether a value can be shown and written again: finite, encodable, not nested deeply."""
     if isinstance(value, dict):
-        return depth < _DEEPEST and all(_is_text(name) and _is_plain(each, depth + 1) for name, each in value.items())
+        return depth < _DEEPEST and all(is_text(name) and _is_plain(each, depth + 1) for name, each in value.items())
     if isinstance(value, list):
         return depth < _DEEPEST and all(_is_plain(each, depth + 1) for each in value)
     if isinstance(value, float):
         return math.isfinite(value)
-    return value is None or isinstance(value, bool) or _is_integer(value) or _is_text(value)
+    return value is None or isinstance(value, bool) or _is_integer(value) or is_text(value)
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     COUNT: is_count,
-    NUMBER: _is_number,
+    NUMBER: is_number,
     INTEGER: _is_integer,
-    TEXT: _is_text,
+    TEXT: is_text,
     FLAG: lambda value: isinstance(value, bool),
-    TIME: lambda value: _is_number(value) and 0 < value < COUNT_END,
-    AMOUNT: lambda value: _is_number(value) and value >= 0,
+    TIME: lambda value: is_number(value) and 0 < value < COUNT_END,
+    AMOUNT: lambda value: is_number(value) and value >= 0,
     PLACE: _is_place,
-    SCALAR: lambda value: value is None or isinstance(value, bool) or _is_number(value) or _is_text(value),
+    SCALAR: lambda value: value is None or isinstance(value, bool) or is_number(value) or is_text(value),
     PLAIN: _is_plain,
 }
 

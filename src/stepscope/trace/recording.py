@@ -244,7 +244,7 @@ class _Steps:
         found, num_bad = [], 0
         for step in sorted(self._lines):
             try:
-                found.append(_sample(self._lines.pop(step)))
+                found.append(step_of_line(self._lines.pop(step)))
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 num_bad += 1
         if num_bad:
@@ -267,7 +267,8 @@ def _add_to(line: dict[str, Any], following: Mapping[str, Any]) -> None:
         line[name] = max(line.get(name) or 0, following.get(name) or 0) or None
 
 
-def _sample(line: dict[str, Any]) -> StepSample:
+def step_of_line(line: dict[str, Any]) -> StepSample:
+    """Return the step of a line of samples.jsonl; KeyError, TypeError or ValueError if it is not one."""
     wall_ns, window, loss = _integer(line["wall_ns"]), line["window"], line.get("loss")
     if not isinstance(window, str):
         raise TypeError("window is not a name")
