@@ -47,6 +47,20 @@ def duration(ns: float, digits: int = 4) -> str:
     return f"{significant(ns / 1e9, digits)} s"
 
 
+def elapsed(seconds: float) -> str:
+    """A time that people live in, in its two largest units.
+
+    >>> elapsed(7), elapsed(95), elapsed(7_890), elapsed(266_400), elapsed(0.4)
+    ('7 s', '1 min 35 s', '2 h 11 min', '3 d 2 h', '0 s')
+    """
+    whole = max(0, int(seconds))
+    for size, unit, part, name in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size:,} {unit}" + (f" {rest} {name}" if rest else "")
+    return f"{whole} s"
+
+
 def duration_range(low_ns: float, high_ns: float) -> str:
     """A range of times, with one unit if both have the same.
 

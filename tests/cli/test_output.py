@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,19 @@ def test_what_an_encoding_cannot_say_is_replaced():
     write(["a", "é\n"], stream)
 
     assert stream.buffer.getvalue() == b"a?\n"  # type: ignore[attr-defined]
+
+
+def test_bars_stay_bars_where_there_is_only_ascii():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+
+    assert write(["▁▄█ 5 µs …"], stream)
+    assert raw.getvalue() == b"_=# 5 us ..."
+
+
+def test_a_closed_pipe_is_told_from_one_that_is_read(tmp_path):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        assert write(["one\n"], stream)
+        os.close(reading)
+        assert not write(["two\n"], stream)

@@ -45,6 +45,13 @@ class Text(Part):
 
 
 @dataclass(frozen=True)
+class Notes(Part):
+    """What needs a look now, a sentence each."""
+
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Missing(Part):
     """What the source does not have, and what to run to get it."""
 
@@ -110,6 +117,27 @@ class Series:
     high: Sequence[float | None] = ()
     gaps: Sequence[str] = ()
     """One a y: of a y that is None, why it has none (`oom`), else "". Written at the edge, never drawn as one."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A figure now, and what it was before."""
+
+    title: str
+    value: str  # now
+    y: Sequence[float | None]  # over equal spans of time, the oldest first; None: unknown
+    name: str  # as of a column, for the unit of `y`: `tokens_per_s`
+    detail: str = ""
+    from_zero: bool = True  # how it is drawn: from zero up, else from the smallest value
+
+
+@dataclass(frozen=True)
+class Trends(Part):
+    """Figures of a run over the same span of time, one line each on a terminal."""
+
+    rows: tuple[Trend, ...]
+    span: str  # how long that is: `2 h 10 min`
+    title: str = ""
 
 
 @dataclass(frozen=True)

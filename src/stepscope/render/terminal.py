@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stepscope.document import model
-from stepscope.document.model import Bars, Document, Facts, FindingCard, Findings, Part, Table
+from stepscope.document.model import Bars, Document, Facts, FindingCard, Findings, Part, Table, Trends
 from stepscope.formatting import cell, fit_names, heading, is_numeric, percent, safe, shortened, title_of
+from stepscope.render.axes import finite
 
 BAR_WIDTH = 20
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -16,6 +17,8 @@ _LABEL = 14
 NAME_WIDTH = 24  # characters that the first column keeps before other columns are dropped for it
 TEXT_WIDTH = 16  # characters that other text columns keep before columns are dropped
 _LEAST_WIDTH = 6
+_LEVELS = "▁▂▃▄▅▆▇█"
+_LEAST_SPARK, _MOST_SPARK = 8, 60
 _MOST_IN_CELL = 400
 _GLUE = "\N{NO-BREAK SPACE}"
 _NO_BREAK = re.compile(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMGT]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)")
@@ -46,10 +49,14 @@ class _Terminal:
                 return [*self._title(part.title), *self._facts(part)]
             case model.Text():
                 return wrapped(part.text, self.width)
+            case model.Notes():
+                return [self.bold(line) for row in part.rows for line in wrapped(row, self.width, "! ", "  ")]
             case model.Missing():
                 return wrapped(f"Unknown: {part.text}", self.width, "  ", "  ")
             case Table():
                 return self._table(part)
+            case Trends():
+                return [*self._title(part.title), *self._trends(part)]
             case Findings():
                 return list(self._findings(part))
             case Bars():
@@ -81,6 +88,19 @@ class _Terminal:
             elif detail:
                 lines += [f"{indent}{self.dim(line)}" for line in wrapped(detail, self.width - len(indent))]
             yield from lines
+
+    def _trends(self, part: Trends) -> Iterator[str]:
+        """Yield a line per figure: its value, what it was before, and a detail if there is room."""
+        rows = [(safe(row.title), safe(row.value), safe(row.detail)) for row in part.rows]
+        first, second, third = (max((len(row[at]) for row in rows), default=0) for at in range(3))
+        room = self.width - first - second - 6
+        has_details = third > 0 and room >= third + 2 + 2 * _LEAST_SPARK
+        num = min(_MOST_SPARK, room - (third + 2 if has_details else 0))
+        for row, (title, value, detail) in zip(part.rows, rows):
+            line = f"  {title:<{first}}  {value:<{second}}"
+            if num >= _LEAST_SPARK:
+                line += f"  {sparkline(row.y, num, row.from_zero):<{num}}"
+            yield f"{line}  {self.dim(detail)}" if has_details and detail else line
 
     def _table(self, table: Table) -> list[str]:
         num_rows = min(table.num_rows, self.num_rows or table.num_shown)
@@ -164,6 +184,24 @@ class _Terminal:
             more = f", {table.num_rows - num_rows} more in --json" if table.num_rows > num_rows else ""
             yield self.dim(f"   Evidence: {safe(table.title)}{more}")
             yield from (self.dim(f"     {line}") for line in table_lines(table, num_rows, self.width - 5))
+
+
+def sparkline(values: Sequence[float | None], width: int, from_zero: bool = True) -> str:
+    """Return values as a line of at most `width` bars; a blank for what is unknown.
+
+    >>> sparkline([0, 1, None, 3, 4], 5), sparkline([7, 8, 7, 8], 2), sparkline([7, 8], 9, from_zero=False)
+    ('▁▃ ▆█', '██', '▁█')
+    """
+    num = min(width, len(values))
+    cells = [finite(values[at * len(values) // num : (at + 1) * len(values) // num]) for at in range(num)]
+    means = [sum(cell) / len(cell) if cell else None for cell in cells]
+    known = finite(means)
+    low = min([*known, 0.0] if from_zero else known, default=0.0)
+    step = (max(known, default=0.0) - low) / (len(_LEVELS) - 1)
+    return "".join(
+        " " if mean is None else _LEVELS[round((mean - low) / step) if step else 0 if mean == 0 else 3]
+        for mean in means
+    )
 
 
 def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:

@@ -65,10 +65,11 @@ def print_answer(result: Any, as_json: bool, *options: Any, is_wide: bool = Fals
     print_document(lambda: document_of(result, *options), result.to_json, as_json, is_wide=is_wide)
 
 
-def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
-    """Write to `stream` (default: standard output), with `?` for what its encoding lacks.
+def write(parts: Iterable[str], stream: TextIO | None = None) -> bool:
+    """Write to `stream` (default: standard output), and return whether somebody still reads it.
 
-    A closed pipe is not an error; StepscopeError if writing fails for another reason.
+    Bars become ASCII where the encoding lacks them, other characters `?`. A closed pipe is not an error;
+    StepscopeError if writing fails for another reason.
     """
     stream = stream or sys.stdout
     if stream is None:
@@ -76,13 +77,27 @@ def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
     encoding = stream.encoding or "utf-8"
     try:
         for part in parts:
-            stream.write(part.encode(encoding, errors="replace").decode(encoding))
+            stream.write(_encodable(part, encoding))
         stream.flush()
+        return True
     except OSError as error:
         # Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not isinstance(error, BrokenPipeError):
             raise StepscopeError(f"the answer could not be written: {error.strerror}") from None
+        return False
+
+
+_ASCII = str.maketrans({**dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#")), "–": "-", "−": "-", "µ": "u", "×": "x", "·": "-"})
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """Return text that an encoding can write."""
+    try:
+        text.encode(encoding)
+        return text
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).replace("…", "...").encode(encoding, errors="replace").decode(encoding)
 
 
 def tell(line: str, end: str = "\n") -> None:
