@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -106,7 +107,7 @@ def read_recording(folder: Path) -> Recording:
     if not folder.exists():
         raise RecordingError(f"{folder} not found")
     warnings: list[str] = []
-    facts = _facts(folder / RECORDING_FILE, warnings)
+    facts = read_facts(folder, warnings)
     steps = _Steps()
     try:
         for _ in _sound(folder / SAMPLES_FILE, steps.add, "line(s) could not be read", warnings):
@@ -133,7 +134,9 @@ def read_recording(folder: Path) -> Recording:
     )
 
 
-def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
+def read_facts(folder: Path, warnings: list[str]) -> RecordingFacts:
+    """Return the fields of `recording.json` that fit; RecordingError in one line if it is not one."""
+    path = folder / RECORDING_FILE
     try:
         written = read_json(path)
     except FileNotFoundError:
@@ -159,6 +162,15 @@ def _facts(path: Path, warnings: list[str]) -> RecordingFacts:
         warnings.append(f"{RECORDING_FILE}: memory has only some of a GPU's figures, so it was left out")
         del found["memory"]
     return cast(RecordingFacts, found)
+
+
+def began_s(facts: RecordingFacts) -> float:
+    """Return when a recording began, in seconds since 1970; 0 if it does not say."""
+    try:
+        began = datetime.fromisoformat(facts.get("started_at", "").replace("Z", "+00:00"))
+        return began.replace(tzinfo=timezone.utc).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _aside(value: Any) -> Aside | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from statistics import fmean
 
 from stepscope.analysis.time.loop_time import BETWEEN
 from stepscope.analysis.time.phases import data_is_named
 from stepscope.analysis.time.summary import Summary
-from stepscope.trace.recording import Recording, StepSample
+from stepscope.trace.recording import Recording, StepSample, began_s
 from stepscope.trackers.tracker import Point
 
 PREFIX = "stepscope/"
@@ -56,7 +55,7 @@ def figures(recording: Recording, summary: Summary) -> dict[str, float]:
 
 def step_points(recording: Recording, after_ns: int = 0) -> list[Point]:
     """Return the points of every step that began at or after a time on the recording's clock."""
-    start_s = _epoch_seconds(recording.facts.get("started_at"))
+    start_s = began_s(recording.facts)
     first_ns = recording.samples[0].start_ns if recording.samples else 0
     has_loader = data_is_named(recording.samples)
     return [
@@ -84,12 +83,3 @@ def _values(sample: StepSample, has_loader: bool) -> dict[str, float]:
     if sample.loss is not None:
         values["loss"] = sample.loss
     return {OF_STEPS + name: value for name, value in values.items()}
-
-
-def _epoch_seconds(started_at: str | None) -> float:
-    try:
-        return (
-            datetime.fromisoformat((started_at or "").replace("Z", "+00:00")).replace(tzinfo=timezone.utc).timestamp()
-        )
-    except ValueError:
-        return 0.0
