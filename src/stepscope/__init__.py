@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stepscope.analysis.comparison.tuning import Tuning
     from stepscope.analysis.comparison.verification import Verification
     from stepscope.analysis.precision.dtype_audit import DtypeAudit
+    from stepscope.analysis.ranks.hangs import Hang
     from stepscope.analysis.ranks.rank_account import Analysis
     from stepscope.api import (
         Recorder,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         configure_precision,
         diagnose,
         export,
+        hang,
         improve,
         log,
         phase,
@@ -68,11 +70,11 @@ if TYPE_CHECKING:
     from stepscope.session import open_session as open
 
 __all__ = [
-    "Analysis", "Card", "Comparison", "Diagnosis", "Document", "DtypeAudit", "Finding", "Improvement",
+    "Analysis", "Card", "Comparison", "Diagnosis", "Document", "DtypeAudit", "Finding", "Hang", "Improvement",
     "MissingDependencyError", "NotComparableError", "Plan", "PrecisionChange", "Prediction", "Recorder",
     "RecordingError", "Session", "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable",
     "UsageError", "Verification", "WhatIf", "Windows", "__version__", "analyze", "audit", "bench", "compare",
-    "configure_precision", "diagnose", "export", "improve", "log", "open", "phase", "plan", "read", "record",
+    "configure_precision", "diagnose", "export", "hang", "improve", "log", "open", "phase", "plan", "read", "record",
     "report", "sql", "step", "tune", "verify", "what_if",
 ]  # fmt: skip
 _MODULES = {
@@ -82,6 +84,7 @@ _MODULES = {
     "analysis.comparison.tuning": "Tuning",
     "analysis.comparison.verification": "Verification",
     "analysis.precision.dtype_audit": "DtypeAudit",
+    "analysis.ranks.hangs": "Hang",
     "analysis.ranks.rank_account": "Analysis",
     "document.card": "Card",
     "document.model": "Document",

@@ -27,6 +27,7 @@ LIMITS = {
     "SQLITE_ROWS": 20_000_000,  # of one table of an SQLite file
     "SNAPSHOT_MIB": 2048,
     "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries
+    "DUMP_MIB": 64,  # of one rank's dump of the flight recorder
     "NAME": 4096,  # characters of a name in a trace
     "DEPTH": 100,  # modules inside modules; deeper ones count as part of the one around them
     "DEVICES": 64,  # of a trace or a memory file, accounted for one by one: those with most events

@@ -21,6 +21,7 @@ BUILDERS = {
     "Document": "model:itself",
     "DtypeAudit": "precision:audit_document",
     "Diagnosis": "findings:diagnosis_document",
+    "Hang": "hang:hang_document",
     "Improvement": "improvement:improvement_document",
     "MemoryAnalysis": "sections.memory:memory_document",
     "Plan": "plan:plan_document",

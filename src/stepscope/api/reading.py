@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from stepscope.analysis.comparison.compare import Comparison
+    from stepscope.analysis.ranks.hangs import Hang
     from stepscope.analysis.ranks.rank_account import Analysis
     from stepscope.document.card import Card
     from stepscope.document.model import Document
@@ -54,6 +55,20 @@ def analyze(
     from stepscope.session import open_session
 
     return open_session(paths or None, rank=rank, use_cache=use_cache, progress=progress).analyze(step)
+
+
+def hang(folder: PathLike) -> Hang:
+    """Return why ranks hang, from the flight-recorder dumps in a folder, like `stepscope analyze --hang`.
+
+    `.first` is the first collective on which the dumps disagree. Dumps are read without executing them.
+
+    >>> [call.rank for call in hang("dumps").first.absent]  # doctest: +SKIP
+    [2]
+    """
+    from stepscope.analysis.ranks.hangs import hang_of
+    from stepscope.trace.dumps.flight_recorder import read_dumps
+
+    return hang_of(read_dumps(Path(folder)))
 
 
 def diagnose(

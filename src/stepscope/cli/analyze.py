@@ -2,7 +2,8 @@
 
 --attention shows the backend of each attention call and, if it is not flash attention, why. --copies shows where
 copies and casts come from, and how long a step would take without them. --compiler shows what torch.compile did, why,
-and what it cost.
+and what it cost. --hang reads a folder with a flight-recorder dump of each rank, without executing them, and names
+the collective that hangs and the ranks that did not come to it (docs/hangs.md).
 
 Reads PyTorch profiler traces (.json, .json.gz), SQLite exports of Nsight Systems (docs/nsight.md), a folder with one
 trace per rank, or a recording. Needs neither torch nor a GPU. The parsed trace is kept in your cache folder
@@ -20,6 +21,7 @@ examples:
   stepscope analyze --attention runs/train-20260101-120000
   stepscope analyze --copies trace.json.gz
   stepscope analyze --compiler runs/train-20260101-120000
+  stepscope analyze --hang dumps/
   stepscope analyze --sql trace.json.gz "select kind, count(*) as num from host group by kind"
 """
 
@@ -43,6 +45,7 @@ VIEWS = {
     "attention": "show attention backends, and why flash was not used",
     "copies": "show where copies and casts come from",
     "compiler": "show what torch.compile did and what it cost",
+    "hang": "name the collective that hangs, from dumps",
     "sql": "query the tables with SQL (analyze --sql --help)",
 }
 
@@ -89,6 +92,12 @@ def main(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace, view: str) -> Any:
     if len(arguments.paths) > 1:
         raise UsageError(f"--{view} reads one path, not {len(arguments.paths)}")
+    if view == "hang":
+        from stepscope.api.reading import hang
+
+        if not arguments.paths:
+            raise UsageError("--hang reads a folder with a flight-recorder dump of each rank: name it")
+        return hang(arguments.paths[0])
     if view != "attention" and arguments.step is not None:
         raise UsageError(f"--step does not go with --{view}, which looks at all typical steps together")
     with opened(arguments, arguments.paths) as session:

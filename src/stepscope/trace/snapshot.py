@@ -9,26 +9,20 @@ import io
 import pickle
 import pickletools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from stepscope.border import limit, read_file
 from stepscope.errors import TraceError
+from stepscope.trace.dumps.callers import Callers
 
 MAX_TEXT_BYTES = 1 << 20
 LEAST_ENTRY_BYTES = 16
 """A real entry takes more of the file. A pickle can refer to one list a million times, and so need gigabytes."""
-MAX_FRAMES = 200  # frames of a stack that are examined
-_MOST_TEXT = 200
 _NUMBER_END = 2**64
 # Opcodes of texts and bytes, and the number of bytes for their length.
 _TEXTS = {ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("C"): 1, ord("B"): 4}
-# Frames of PyTorch, packages and the standard library, which are never the cause.
-_NOT_THE_USERS = re.compile(
-    r"(?:site|dist)-packages/|/lib/python3|torchinductor_|^<frozen|^<eval_with_key>"
-    r"|(?:^|/)torch/(?:_|nn/|optim/|utils/|autograd/|cuda/|amp/|distributed/|fx/|jit/|functional\.py|overrides\.py)"
-)
 
 
 class Block(NamedTuple):
@@ -153,10 +147,7 @@ class _Reading:
     def __init__(self, most_entries: int) -> None:
         self._num_entries = 0
         self._most_entries = most_entries
-        self._texts: dict[int, str] = {}
-        """By frame identity: many entries share one."""
-        self._callers: dict[int, str | None] = {}
-        """By identity of the list of frames."""
+        self._callers = Callers()
 
     def snapshot(self, root: Any) -> Snapshot:
         if isinstance(root, list):  # torch.cuda.memory_snapshot() returns only the segments
@@ -175,7 +166,13 @@ class _Reading:
             size = _number(each, "size")
             requested = _number(known, "real_size" if known is not each else "requested_size", size)
             blocks.append(
-                Block(_number(each, "address", address), size, requested, _word(each, "state"), self._caller(known))
+                Block(
+                    _number(each, "address", address),
+                    size,
+                    requested,
+                    _word(each, "state"),
+                    self._callers.innermost(known),
+                )
             )
             address += size
         return Segment(_number(segment, "device", 0), _number(segment, "total_size"), blocks)
@@ -186,7 +183,7 @@ class _Reading:
             action,
             _number(entry, "addr", 0),
             _number(entry, "size", 0),
-            self._caller(entry),
+            self._callers.innermost(entry),
             _number(entry, "time_us") if "time_us" in entry else None,
             _number(entry, "device_free") if action == "oom" and "device_free" in entry else None,
         )
@@ -202,32 +199,6 @@ class _Reading:
             if not isinstance(value, kind):
                 raise ValueError(f"{what} contains something that is not a {kind.__name__}")
             yield value
-
-    def _caller(self, holder: dict[str, Any]) -> str | None:
-        """Return the innermost frame of the user's code, else of Python; None without frames."""
-        frames = holder.get("frames")
-        if id(frames) not in self._callers:
-            self._callers[id(frames)] = self._caller_of(frames[:MAX_FRAMES] if isinstance(frames, list) else ())
-        return self._callers[id(frames)]
-
-    def _caller_of(self, frames: Sequence[Any]) -> str | None:
-        innermost = None
-        for frame in frames:
-            name = frame.get("filename") if isinstance(frame, dict) else None
-            if not isinstance(name, str) or not (name.endswith(".py") or name.startswith("<")):
-                continue  # C++ frames
-            if not _NOT_THE_USERS.search(name.replace("\\", "/")):
-                return self._text(frame, name)
-            innermost = innermost or self._text(frame, name)
-        return innermost
-
-    def _text(self, frame: dict[str, Any], name: str) -> str:
-        if id(frame) not in self._texts:
-            file = re.split(r"[\\/]", name)[-1]
-            line, function = frame.get("line"), frame.get("name")
-            text = f"{file}:{line if isinstance(line, int) else '?'} {function if isinstance(function, str) else '?'}"
-            self._texts[id(frame)] = text[:_MOST_TEXT]
-        return self._texts[id(frame)]
 
 
 def _word(holder: dict[str, Any], name: str) -> str:

@@ -1,0 +1,1 @@
+"""Dumps that PyTorch writes when something goes wrong, and the stacks in them."""
