@@ -356,6 +356,7 @@ def _study(folder: Path, fault: Fault) -> tuple[int, list[str]]:
         from stepscope.studies import execute, write
         from stepscope.studies.stored import Stored
         from stepscope.studies.study import Question, Study, Sweep, TableOf
+        from stepscope.sweep.engines import start
 
         table = TableOf("times", "Time per step", "times", "width time_median_ns")
         study = Study(
@@ -367,7 +368,7 @@ def _study(folder: Path, fault: Fault) -> tuple[int, list[str]]:
             files={"times.csv": "times"},
         )
         execute.find = lambda name: SimpleNamespace(gate={})  # type: ignore[assignment]
-        execute.Server = lambda start: fake_server()  # type: ignore[assignment, misc]
+        start.Server = lambda how: fake_server()  # type: ignore[assignment, misc]
         files.need = write.need = lambda package: None  # type: ignore[attr-defined]
         plan = execute.Plan(study=study, mode="quick", device="cpu", points={"times": points()})
         where = folder / "study"

@@ -31,6 +31,8 @@ RESULTS_FILE = "results.jsonl"
 KILLED, ATTEMPTS = "killed", "attempts"
 """Fields of a row: whether something outside ended its point, and how often the point was tried."""
 MOST_ATTEMPTS = 3
+LOST = "lost"
+"""Status of a row whose point an engine lost each time it was tried: it says nothing about the point."""
 
 Row = dict[str, Any]
 
@@ -81,8 +83,8 @@ def _fits(environment: Any) -> bool:
 
 
 def is_tried_again(row: Mapping[str, Any]) -> bool:
-    """Return whether `--resume` measures a row's point again: something outside ended it, and not too often."""
-    return bool(row.get(KILLED)) and row.get(ATTEMPTS, 1) < MOST_ATTEMPTS
+    """Return whether `--resume` measures a row's point again: it was lost, or ended from outside not too often."""
+    return row["status"] == LOST or (bool(row.get(KILLED)) and row.get(ATTEMPTS, 1) < MOST_ATTEMPTS)
 
 
 def _row(values: Values, line: bytes, number: int) -> Row:
@@ -112,7 +114,7 @@ _SCHEMA: dict[str, Any] = {
     "config": {"*": SCALAR},
     "run": {"mode~": TEXT, "dtype~": TEXT, "*": SCALAR},
     **dict.fromkeys(("preset~", "reason~", "stage~", "signal~", "started_at~", "finished_at~"), TEXT),
-    **dict.fromkeys(("environment_hash~", "flops_unseen~"), TEXT),
+    **dict.fromkeys(("environment_hash~", "flops_unseen~", "node~", "stepscope~"), TEXT),
     **dict.fromkeys(("trace~", "recording~"), PLACE),
     **dict.fromkeys(("loss~", "final_loss~", "exit_code~"), NUMBER),
     **dict.fromkeys(("num_tokens~", "num_parameters~", "num_active_parameters~", "num_kernels~"), COUNT),
@@ -140,4 +142,5 @@ _SCHEMA: dict[str, Any] = {
     "tune~": {"role": TEXT, "of": TEXT, "round?": AMOUNT, "scale?": AMOUNT, "loss?": {"*": PLAIN}, "*": PLAIN},
     f"{KILLED}~": FLAG,
     f"{ATTEMPTS}~": COUNT,
+    "num_neighbors~": COUNT,
 }

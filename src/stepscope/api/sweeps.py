@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from stepscope.errors import UsageError, need_torch
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.sweeps import SweepSummary
     from stepscope.planner.plan import Plan
+    from stepscope.sweep.engines.engine import Engine
+    from stepscope.sweep.engines.start import Where
     from stepscope.sweep.grid import Axes, Point
     from stepscope.sweep.results import Place, Results
     from stepscope.sweep.runner import Options
@@ -40,6 +42,8 @@ def bench(
     timeout_s: float = 600.0,
     trace: bool = False,
     start: str | None = None,
+    on: str = "local",
+    engine: Mapping[str, Any] | None = None,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: Callable[[float], None] | None = None,
@@ -52,24 +56,27 @@ def bench(
     `set` maps knobs to a value or a list of values; lists multiply, or go in pairs with `paired`. `grid` names a file
     with points instead. `max_batch` searches the largest batch that fits in `memory_limit`. All rows are written to
     `output` (default: a new folder in runs/); `resume` continues an interrupted sweep. `progress` receives the share
-    of points done, `on_line` one line per point.
+    of points done, `on_line` one line per point. `on="ray"` or `"slurm"` runs the points on a cluster, with the
+    settings in `engine` (docs/engines.md).
 
     >>> sweep = bench("cs336", preset="tiny", set={"seq_len": [64, 128]}, device="cpu")  # doctest: +SKIP
     >>> [point.time.median for point in sweep.points]  # doctest: +SKIP
     """
     need_torch()
     from stepscope.analysis.comparison.sweeps import sweep_of
+    from stepscope.sweep.engines.start import where_of
     from stepscope.sweep.grid import find_workload
     from stepscope.sweep.memory import bytes_of
     from stepscope.sweep.runner import Options
 
+    where = where_of(on, engine, start)
     axes = axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer,
                    bf16_reduction=bf16_reduction, warmup=warmup, steps=steps, seed=seed, device=device)  # fmt: skip
     found, limit = find_workload(workload), bytes_of(memory_limit)
     points = bench_points(found, axes, None if grid is None else os.fspath(grid), paired, max_batch, limit)
     options = Options(timeout_s=positive(timeout_s, "timeout_s"), trace=trace, memory_limit_bytes=limit)
     place = place_of("bench", workload, output, resume)
-    results, is_interrupted = run_sweep(found, points, options, place, start, max_batch, progress, on_line)
+    results, is_interrupted = run_sweep(found, points, options, place, where, max_batch, progress, on_line)
     if is_interrupted:
         raise KeyboardInterrupt
     return sweep_of(results.rows, results.facts["environments"])
@@ -113,7 +120,7 @@ def run_sweep(
     points: Sequence[Point],
     options: Options,
     place: Place,
-    start: str | None,
+    where: Where,
     searches_batch: bool,
     progress: Callable[[float], None] | None,
     on_line: Callable[[str], None] | None,
@@ -121,8 +128,8 @@ def run_sweep(
     """Return all rows after running the points that have none yet, and whether it was interrupted; write tables."""
     from stepscope.analysis.comparison.sweeps import varying_axes
     from stepscope.document.sweep_table import row_line
+    from stepscope.sweep.engines.engine import Engine
     from stepscope.sweep.runner import Runner, run_points
-    from stepscope.sweep.server import Server, default_start
     from stepscope.sweep.tuning.max_batch import MaxBatch
 
     varying = varying_axes([{"preset": point.preset, **point.config, **point.run} for point in points])[0]
@@ -135,23 +142,34 @@ def run_sweep(
             progress(len(results.hashes & asked) / len(points))
 
     def on_row(row: dict[str, Any], num_done: int) -> None:
-        tell(f"{num_done}/{len(points)}  {row_line(row, varying)}")
+        tell(f"{num_done}/{len(points)}{_counts(engine, results, asked)}  {row_line(row, varying)}")
 
     def on_try(batch: int, status: str) -> None:
         tell(f"  batch {batch}: {'fits' if status == 'ok' else status}")
 
     is_interrupted = False
     with place.open() as results:
-        with Server(start or default_start()) as server:
+        with where.open(place.folder, str(points[0].run["device"]), on_line) as server:
+            engine = server if isinstance(server, Engine) else None
             tell(None)  # the share that was done before
             runner = Runner(workload, server, results, options)
             run = MaxBatch(workload, runner, on_try).run if searches_batch else runner.run
             try:
-                run_points(points, results, run, on_row)
+                run_points(points, results, run, on_row, engine)
             except KeyboardInterrupt:
                 is_interrupted = True
         write_tables(results, place.command)
     return results, is_interrupted
+
+
+def _counts(engine: Engine | None, results: Results, asked: Container[str]) -> str:
+    """Return what an engine does, as text: queued, running, done, failed. Empty on this machine."""
+    if engine is None:
+        return ""
+    rows = [row for row in results.rows if row["hash"] in asked]
+    num_ok = sum(row["status"] == "ok" for row in rows)
+    counts = {**engine.counts, "done": num_ok, "failed": len(rows) - num_ok}
+    return f" ({', '.join(f'{number} {phase}' for phase, number in counts.items())})"
 
 
 def write_tables(results: Results, command: str) -> None:

@@ -13,6 +13,7 @@ from stepscope.errors import StepscopeError, UsageError, need_torch
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.tuning import Tuning
+    from stepscope.sweep.engines.start import Where
     from stepscope.sweep.grid import Axes, Point
     from stepscope.sweep.results import Place
     from stepscope.sweep.tuning.descent import Search
@@ -38,6 +39,8 @@ def tune(
     minutes: float = 10.0,
     timeout_s: float | None = None,
     start: str | None = None,
+    on: str = "local",
+    engine: Mapping[str, Any] | None = None,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: Callable[[float], None] | None = None,
@@ -48,11 +51,13 @@ def tune(
     One value of a knob holds it, a list of values is searched; `over` limits the search to some knobs. A point may
     not need more than `memory_budget` ("40GiB"). The search ends after `minutes`. All rows are written to `output`
     (default: a new folder in runs/). `progress` receives the share of the time spent, `on_line` one line per point.
+    `on="ray"` or `"slurm"` runs the points on a node of a cluster, with the settings in `engine` (docs/engines.md).
 
     >>> tuning = tune("cs336", preset="tiny", set={"seq_len": 64}, device="cpu", minutes=3)  # doctest: +SKIP
     >>> tuning.best.turned, tuning.gain.speedup  # doctest: +SKIP
     """
     need_torch()
+    from stepscope.sweep.engines.start import where_of
     from stepscope.sweep.memory import bytes_of
 
     tuning = run_tuning(
@@ -63,7 +68,7 @@ def tune(
         positive(minutes, "minutes"),
         None if timeout_s is None else positive(timeout_s, "timeout_s"),
         place_of("tune", workload, output, resume),
-        start=start,
+        where=where_of(on, engine, start),
         progress=progress,
         on_line=on_line,
     )
@@ -81,7 +86,7 @@ def run_tuning(
     timeout_s: float | None,
     place: Place,
     *,
-    start: str | None = None,
+    where: Where | None = None,
     progress: Callable[[float], None] | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> Tuning:
@@ -92,9 +97,9 @@ def run_tuning(
     from stepscope.planner.forecast import Forecaster
     from stepscope.recorder.files import write_json
     from stepscope.rows import SWEEP_FILE
+    from stepscope.sweep.engines.start import Where
     from stepscope.sweep.results import facts_of
     from stepscope.sweep.runner import Options, Runner
-    from stepscope.sweep.server import Server, default_start
     from stepscope.sweep.tuning.descent import Search
     from stepscope.sweep.tuning.trials import Clock, Trials
 
@@ -122,7 +127,8 @@ def run_tuning(
 
     with place.open(tune=asked) as results:
         forecaster = Forecaster(space.workload, budget_bytes, results.facts["environments"])
-        with Server(start or default_start()) as server:
+        device = str(space.base.run["device"])
+        with (where or Where()).open(place.folder, device, on_line, keeps_node=True) as server:
             trials = Trials(
                 space,
                 Runner(space.workload, server, results, Options(memory_limit_bytes=limit)),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
 from stepscope.formatting import safe, whole_percent
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification
     from stepscope.findings.fixes import Chosen
     from stepscope.session import Session
+    from stepscope.sweep.engines.engine import Engine
+    from stepscope.sweep.engines.start import Where
     from stepscope.sweep.record_runs import Command, Options
     from stepscope.trace.recording import Recording
 
@@ -36,6 +38,8 @@ def verify(
     clean: int = 20,
     tolerance: float | None = None,
     timeout_s: float = 1800,
+    on: str = "local",
+    engine: Mapping[str, Any] | None = None,
     output: str | os.PathLike[str] | None = None,
     yes: bool | Callable[[str], bool] = False,
     on_line: Say | None = None,
@@ -47,7 +51,8 @@ def verify(
     A recording can come from anybody, so its command runs only with `yes=True`, or if the function `yes` returns True
     for it. `fix` is one or more ids of `stepscope list fixes`. Every run is a process of its own: `rounds` pairs of
     runs with `warmup` and `clean` timed steps each. Losses may differ by the share `tolerance`. `on_line` receives
-    what runs, `warn` what has changed since the recording.
+    what runs, `warn` what has changed since the recording. `on="ray"` or `"slurm"` runs the script on a node of a
+    cluster, with the settings in `engine` (docs/engines.md).
 
     >>> verify("runs/baseline", fix="unfused_optimizer", yes=True).fixes[0].status  # doctest: +SKIP
     """
@@ -57,8 +62,10 @@ def verify(
     from stepscope.findings.fixes import parse_fix
     from stepscope.recorder.files import write_json
     from stepscope.session import open_session
+    from stepscope.sweep.engines.start import where_of
     from stepscope.sweep.record_runs import Options, changes_since, recorded_command, script_command
 
+    where = where_of(on, engine)
     if rounds < 1 or clean < 1:
         raise UsageError(f"{rounds} rounds of {clean} timed steps: both must be at least 1")
     if not fix:
@@ -84,7 +91,7 @@ def verify(
         for each in chosen
     ]
     options = Options(warmup=warmup, clean=clean, timeout_s=timeout_s)
-    before, after = _run_all(command, plans, folder, options, rounds, on_line or (lambda line: None))
+    before, after = _run_all(command, plans, folder, options, rounds, on_line or (lambda line: None), where)
     first = before[0].recording
     assert first is not None
     environment = first.facts.get("environment") or {}
@@ -138,28 +145,48 @@ def _folder(given: Path | None, command: Command) -> Path:
 
 
 def _run_all(
-    command: Command, plans: list[Plan], folder: Path, options: Options, num_rounds: int, on_line: Say
+    command: Command, plans: list[Plan], folder: Path, options: Options, num_rounds: int, on_line: Say, where: Where
 ) -> tuple[list[Attempt], dict[str, list[Attempt]]]:
     """Return the runs of a rehearsal and of all rounds, without a fix and with each.
 
     A fix that the rehearsal refuses is not run again.
     """
     from stepscope.analysis.comparison.verification import refusal
+    from stepscope.sweep.engines.engine import Engine
+    from stepscope.sweep.grid import default_device
 
     before: list[Attempt] = []
     after: dict[str, list[Attempt]] = {plan.fix: [] for plan in plans}
-    for number in range(num_rounds + 1):
-        where = f"round {number} of {num_rounds}" if number else "rehearsal"
-        on_line(f"{where}: without")
-        before.append(attempt(command, folder / f"without-{number}", number, None, options, not number))
-        need_timed(before[-1], options)
-        for plan in plans:
-            if number and refusal(plan, before[0], after[plan.fix]) is not None:
-                continue
-            on_line(f"{where}: with {plan.fix}")
-            output = folder / f"{plan.fix}-{number}"
-            after[plan.fix].append(attempt(command, output, number, plan.fix, options, not number))
+    with where.open(folder, default_device(), on_line, keeps_node=True) as server:
+        engine = server if isinstance(server, Engine) else None
+
+        def run(name: str, number: int, fix: str | None) -> Attempt:
+            done = attempt(command, folder / f"{name}-{number}", number, fix, options, not number, engine=engine)
+            _need_like_devices([*before, done])
+            return done
+
+        for number in range(num_rounds + 1):
+            turn = f"round {number} of {num_rounds}" if number else "rehearsal"
+            on_line(f"{turn}: without")
+            before.append(run("without", number, None))
+            need_timed(before[-1], options)
+            for plan in plans:
+                if number and refusal(plan, before[0], after[plan.fix]) is not None:
+                    continue
+                on_line(f"{turn}: with {plan.fix}")
+                after[plan.fix].append(run(plan.fix, number, plan.fix))
     return before, after
+
+
+def _need_like_devices(attempts: Sequence[Attempt]) -> None:
+    """Raise StepscopeError if runs that are compared ran on unlike devices."""
+    environments = [(each.recording.facts.get("environment") or {}) for each in attempts if each.recording]
+    names = list(dict.fromkeys(str(each.get("device_name")) for each in environments))
+    if len(names) > 1:
+        raise StepscopeError(
+            f"Runs on {' and '.join(names)} cannot be compared. Name nodes with one kind of device in "
+            "[tool.stepscope.engine], such as a partition."
+        )
 
 
 def need_timed(unchanged: Attempt, options: Options) -> None:
@@ -181,11 +208,12 @@ def attempt(
     options: Options,
     rehearses: bool,
     num_traced: int = 0,
+    engine: Engine | None = None,
 ) -> Attempt:
     """Return the recording of a script with fixes applied from outside, run in a fresh process, or why it failed."""
     from stepscope.sweep.record_runs import run_again
 
-    failure = run_again(command, output, options, fix, rehearses, num_traced)
+    failure = run_again(command, output, options, fix, rehearses, num_traced, engine)
     if failure is None:
         return read_attempt(output, number)
     return read_attempt(output, number, failure.reason, failure.is_timeout)

@@ -25,7 +25,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.options import RUN_FLAGS, add_point_arguments, add_sweep_arguments, place_of, typed_axes
+from stepscope.cli.support.options import (
+    RUN_FLAGS,
+    add_point_arguments,
+    add_sweep_arguments,
+    place_of,
+    typed_axes,
+    typed_where,
+)
 from stepscope.cli.support.output import EXIT_INTERRUPTED, Progress, fill_closed_streams, print_document, tell
 from stepscope.errors import UsageError, need_torch
 from stepscope.formatting import plural
@@ -107,7 +114,7 @@ def run_and_print(
     place = place_of(arguments, verb, arguments.workload)
     with Progress(plural(len(points), "point"), silent_s=0.0, resumes=True) as progress:
         tell_row = progress.above(arguments.quiet)
-        where = (place, arguments.start, searches_batch)
+        where = (place, typed_where(arguments, arguments.start), searches_batch)
         results, is_interrupted = run_sweep(workload, points, options, *where, progress, tell_row)
     if results.rows:
         print_document(*answer(results), arguments.json, is_wide=True)

@@ -18,7 +18,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.options import place_of, seconds
+from stepscope.cli.support.options import add_engine_arguments, place_of, seconds, typed_where
 from stepscope.cli.support.output import EXIT_INTERRUPTED, Progress, fill_closed_streams, tell, write
 from stepscope.errors import UsageError, need_torch
 from stepscope.formatting import plural
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_mode(f"--{mode}", dest="mode", action="store_const", const=mode, help=about)
     add("--device", choices=("cpu", "cuda"), help="where to run (default: cuda if available)")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="time limit per point in seconds (default: 900)")
+    add_engine_arguments(parser)
     add("-o", "--output", type=Path, metavar="DIR", help="folder for the study (default: runs/…)")
     add("--resume", action="store_true", help="continue an interrupted study")
     add("--no-report", action="store_true", help="measure only; needs only torch")
@@ -51,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     from stepscope.workloads.users_code import users_code
 
     fill_closed_streams()
-    if arguments.device == "cuda" and default_device() != "cuda":
+    if arguments.on == "local" and arguments.device == "cuda" and default_device() != "cuda":
         raise UsageError("--device cuda: PyTorch finds no CUDA device here. --device cpu runs on the CPU")
     with users_code():
         study = find_study(arguments.study)
@@ -75,7 +76,8 @@ def main(arguments: argparse.Namespace) -> int:
             progress(num_done / max(1, plan.num_points))
 
         try:
-            run(plan, folder, command, again, arguments.timeout, on_row)
+            where = typed_where(arguments)
+            run(plan, folder, command, again, arguments.timeout, on_row, where, progress.above(arguments.quiet))
         except KeyboardInterrupt:
             progress.clear()
             tell(f"stepscope: interrupted; continue with  {again}")

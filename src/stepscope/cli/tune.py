@@ -26,6 +26,7 @@ from stepscope.cli.support.options import (
     place_of,
     seconds,
     typed_axes,
+    typed_where,
     words,
 )
 from stepscope.cli.support.output import EXIT_INTERRUPTED, Progress, fill_closed_streams, print_document, tell
@@ -63,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.minutes,
             arguments.timeout,
             place,
-            start=arguments.start,
+            where=typed_where(arguments, arguments.start),
             progress=progress,
             on_line=progress.above(arguments.quiet),
         )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stepscope.api.verification import verify
-from stepscope.cli.support.options import positive, share
+from stepscope.cli.support.options import add_engine_arguments, positive, share, typed_engine
 from stepscope.cli.support.output import doing, is_terminal, print_answer, tell, write
 from stepscope.errors import UsageError
 
@@ -46,6 +46,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--clean", type=positive, default=20, metavar="N", help="timed steps per run (default 20)")
     add("--tolerance", type=share, metavar="P%", help=allowed)
     add("--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)")
+    add_engine_arguments(parser)
     add("-o", "--output", type=Path, metavar="DIR", help="folder for the runs (default: runs/verify-…)")
     add("--yes", action="store_true", help="run the command of a recording without asking")
 
@@ -78,6 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
             tolerance=arguments.tolerance,
             timeout_s=arguments.timeout,
             output=arguments.output,
+            **typed_engine(arguments),
             yes=arguments.yes or (_ask if is_terminal(sys.stdin) and is_terminal(sys.stderr) else False),
             on_line=show,
             warn=lambda warning: tell(f"stepscope verify: {warning}"),

@@ -141,6 +141,9 @@ def _notes(sweep: SweepSummary) -> Iterator[Fact]:
         yield Fact(TIED, "not measurably slower: the 95 % intervals of the medians overlap")
     if any(point.is_noisy for point in points):
         yield Fact(NOISY, f"noisy: p90 − p10 exceeds {whole_percent(sweeps.NOISY_SHARE)} of the median")
+    names = dict.fromkeys(point.device_name for point in points if point.device_name is not None)
+    if len(names) > 1:
+        yield Fact("devices", f"{', '.join(names)}: points on unlike devices are not compared with each other")
     if differs:
         yield Fact(DIFFERENT, f"not the same computation: {differs}")
     if any(p.is_best for p in points) and any(p.time and p.time.num_samples < MIN_SAMPLES for p in points):

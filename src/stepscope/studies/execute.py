@@ -14,11 +14,13 @@ from stepscope.recorder.files import write_json
 from stepscope.render.write import write_sweep_tables
 from stepscope.studies.stored import FULL, TOML_FILE, read_facts
 from stepscope.studies.study import Measure, Recordings, Study, Sweep
+from stepscope.sweep.engines.engine import Engine
+from stepscope.sweep.engines.start import Where
 from stepscope.sweep.grid import Grid, Point, listed
 from stepscope.sweep.record_runs import record_point
 from stepscope.sweep.results import Place, Results
 from stepscope.sweep.runner import Options, Runner, run_points
-from stepscope.sweep.server import Server, default_start
+from stepscope.sweep.server import Server
 from stepscope.trace.kind import STUDY_FILE, Kind, kind_of
 from stepscope.version import __version__
 from stepscope.workloads.registry import find
@@ -88,10 +90,20 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder with -o") from None
 
 
-def run(plan: Plan, folder: Path, command: str, resume_command: str, timeout_s: float, on_row: OnRow) -> None:
+def run(
+    plan: Plan,
+    folder: Path,
+    command: str,
+    resume_command: str,
+    timeout_s: float,
+    on_row: OnRow,
+    where: Where | None = None,
+    say: Callable[[str], None] | None = None,
+) -> None:
     """Measure every point that has no row yet. `on_row` gets each row and the number of points done in total."""
     num_before = 0
-    with Server(default_start()) as server:
+    with (where or Where()).open(folder, plan.device, say) as server:
+        engine = server if isinstance(server, Engine) else None
         for measure in (measure for measure in plan.study.measures if measure.id in plan.points):
             points = plan.points[measure.id]
             place = Place(folder=folder / measure.id, command=command, resume=True, resume_command=resume_command)
@@ -99,7 +111,7 @@ def run(plan: Plan, folder: Path, command: str, resume_command: str, timeout_s: 
                 on_row(measure, None, num_before + sum(point.hash in results.hashes for point in points))
                 try:
                     measuring = _runner(measure, server, results, timeout_s)
-                    run_points(points, results, measuring, _after(num_before, measure, on_row))
+                    run_points(points, results, measuring, _after(num_before, measure, on_row), engine)
                 finally:
                     if results.rows and isinstance(measure, Sweep):
                         with results.writing():
@@ -113,14 +125,14 @@ def _after(num_before: int, measure: Measure, on_row: OnRow) -> Callable[[dict[s
 
 
 def _runner(
-    measure: Measure, server: Server, results: Results, timeout_s: float
+    measure: Measure, server: Server | Engine, results: Results, timeout_s: float
 ) -> Callable[[Point], dict[str, Any]]:
     if isinstance(measure, Recordings):
-        where = results.folder.absolute()
+        where, engine = results.folder.absolute(), server if isinstance(server, Engine) else None
 
         def record(point: Point) -> dict[str, Any]:
             with results.writing():
-                return record_point(point, where, measure.options, timeout_s, measure.loop)
+                return record_point(point, where, measure.options, timeout_s, measure.loop, engine)
 
         return record
     assert isinstance(measure, Sweep)

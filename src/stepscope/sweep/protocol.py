@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from stepscope.rows import Row
 OK, OOM, WRONG, UNPROVEN, SKIPPED, CRASHED, TIMEOUT = (
     "ok", "oom", "wrong", "unproven", "skipped", "crashed", "timeout",
 )  # fmt: skip
+
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What a user, a scheduler or the kernel ends a process with: it says nothing about the point."""
 
 EXIT_CANNOT_WRITE = 74
 """Exit code of a point's process that could not write; it then leaves no result either. EX_IOERR of sysexits.h."""
@@ -38,6 +42,31 @@ class Request:
     """Time each layer in the first call and once warm. Skips the gate, which would warm up the process."""
     shapes: list[dict[str, Any]] | None = None
     """Knobs of the shapes at which compiled code is only compared with eager code (`compile_check.py`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a point's process ended, and where it ran."""
+
+    exit_code: int  # negative if a signal ended it
+    timed_out: bool
+    memory_kill: bool  # whether the kernel killed a process for lack of memory meanwhile
+    seconds: float
+    lost: bool = False  # whether the server itself ended, and its point with it
+    lost_because: str = ""  # why an engine has no answer
+    node: str = ""  # empty: this machine
+    num_neighbors: int = 0  # other points that ran on the node meanwhile
+    attempts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a command that records has failed."""
+
+    reason: str
+    is_timeout: bool = False
+    signal: int | None = None  # what ended it
+    is_lost: bool = False  # whether its node was lost, however often it was tried
 
 
 class CannotWrite(BaseException):

@@ -21,11 +21,12 @@ from stepscope.errors import RecordingError, UsageError
 from stepscope.recorder import fixes
 from stepscope.recorder.files import STATUS_FINISHED
 from stepscope.recorder.run_facts import file_hash, git_revision, now
-from stepscope.rows import KILLED, Row
+from stepscope.rows import KILLED, LOST, Row
+from stepscope.sweep.engines.engine import Engine
 from stepscope.sweep.grid import Point
-from stepscope.sweep.protocol import CRASHED, OK, OOM, SKIPPED, TIMEOUT
+from stepscope.sweep.protocol import CRASHED, FROM_OUTSIDE, OK, OOM, SKIPPED, TIMEOUT, Failure
 from stepscope.sweep.results import LOG_FOLDER, NEW_FILE
-from stepscope.sweep.runner import FROM_OUTSIDE, identity
+from stepscope.sweep.runner import identity
 
 RECORDING_FOLDER = "recordings"
 RECORDING = "recording"
@@ -40,7 +41,12 @@ _RUN = (sys.executable, "-m", "stepscope", "run", "--quiet", "--exit-after", "-o
 
 
 def record_point(
-    point: Point, folder: Path, options: Sequence[str], timeout_s: float, loop: Sequence[str] = ()
+    point: Point,
+    folder: Path,
+    options: Sequence[str],
+    timeout_s: float,
+    loop: Sequence[str] = (),
+    engine: Engine | None = None,
 ) -> Row:
     """Train a point under `stepscope run` until its last window ends and return its row without writing it.
 
@@ -60,7 +66,8 @@ def record_point(
     wanted = {name: identity(point)[name] for name in ("workload", "preset", "config", "run")}
     words += ["-m", "stepscope.sweep.train", json.dumps(wanted), *loop]
     started_at, began = now(), time.monotonic()
-    failure = run_process(words, Path.cwd(), {**os.environ, PARENT_VARIABLE: str(os.getpid())}, log, timeout_s)
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    failure = _run(engine, words, Path.cwd(), environment, log, timeout_s, recording)
     try:
         facts = json.loads((recording / "recording.json").read_bytes())
     except (OSError, ValueError):
@@ -71,7 +78,7 @@ def record_point(
         status = {"status": CRASHED, "reason": f"the run left no finished recording; see {log}"}
     if status["status"] == CRASHED:
         _refuse_full_disk(folder, log)
-    environment, is_there = facts.get("environment"), (recording / "recording.json").is_file()
+    measured_on, is_there = facts.get("environment"), (recording / "recording.json").is_file()
     shutil.rmtree(folder / name, ignore_errors=True)
     if is_there:
         recording.rename(folder / name)
@@ -79,18 +86,20 @@ def record_point(
         **identity(point),
         **status,
         RECORDING: name if is_there else None,
-        "environment": environment if isinstance(environment, dict) else None,
+        "environment": measured_on if isinstance(measured_on, dict) else None,
         "started_at": started_at,
         "finished_at": now(),
         "seconds": round(time.monotonic() - began, 3),
     }
 
 
-def _status(failure: "Failure | None", log: Path) -> Row:
+def _status(failure: Failure | None, log: Path) -> Row:
     if failure is None:
         return {"status": OK, "reason": None}
     if failure.is_timeout:
         return {"status": TIMEOUT, "reason": failure.reason}
+    if failure.is_lost:
+        return {"status": LOST, "reason": failure.reason, KILLED: True}
     output = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     cannot_run = _CANNOT_RUN.search(output)
     if cannot_run:
@@ -198,8 +207,14 @@ def script_command(words: list[str], is_module: bool) -> Command:
 
 
 def run_again(
-    command: Command, output: Path, options: Options, fix: str | None, rehearses: bool, num_traced: int = 0
-) -> "Failure | None":
+    command: Command,
+    output: Path,
+    options: Options,
+    fix: str | None,
+    rehearses: bool,
+    num_traced: int = 0,
+    engine: Engine | None = None,
+) -> Failure | None:
     """Record the script at `output`; return why it failed, None if it succeeded.
 
     Its output goes to a text file next to the recording. A rehearsal also counts the matmuls per step by dtype.
@@ -211,14 +226,21 @@ def run_again(
     environment = {name: value for name, value in os.environ.items() if name != fixes.VARIABLE}
     environment |= {fixes.VARIABLE: fix} if fix is not None else {}
     log = output.with_name(f"{output.name}.txt")
-    return run_process([*words, *command.words], command.folder, environment, log, options.timeout_s)
+    return _run(engine, [*words, *command.words], command.folder, environment, log, options.timeout_s, output)
 
 
-@dataclass(frozen=True)
-class Failure:
-    reason: str
-    is_timeout: bool = False
-    signal: int | None = None  # what ended it
+def _run(
+    engine: Engine | None,
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    timeout_s: float,
+    output: Path,
+) -> Failure | None:
+    if engine is None:
+        return run_process(words, folder, environment, log, timeout_s)
+    return engine.run_process(words, folder, environment, log, timeout_s, output)
 
 
 def run_process(

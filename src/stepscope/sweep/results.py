@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +127,15 @@ class Results(AbstractContextManager["Results"]):
                 os.fsync(self._descriptor)
                 self.rows.append(row)
         self.hashes.add(row["hash"])
+
+    def arrange(self, hashes: Sequence[str]) -> None:
+        """Put the rows of these points in this order, after all others: those of an engine come as they end."""
+        places = {name: place for place, name in enumerate(hashes)}
+        rows = sorted(self.rows, key=lambda row: places.get(row["hash"], -1))
+        if rows != self.rows:
+            with self.writing():
+                self._rewrite(rows)
+            self.rows, self._places = rows, {row["hash"]: place for place, row in enumerate(rows)}
 
     def _rewrite(self, rows: list[Row]) -> None:
         """Put these rows in place of those on disk, at once: a kill leaves all old ones or all new ones."""

@@ -3,24 +3,27 @@
 import hashlib
 import json
 import os
+import platform
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepscope.formatting import size
 from stepscope.recorder.run_facts import now
-from stepscope.rows import KILLED, SCHEMA_VERSION, Row
+from stepscope.rows import ATTEMPTS, KILLED, LOST, SCHEMA_VERSION, Row
+from stepscope.sweep.engines.engine import Engine
 from stepscope.sweep.grid import Point
-from stepscope.sweep.protocol import CRASHED, EXIT_CANNOT_WRITE, OOM, TIMEOUT, Request
+from stepscope.sweep.protocol import CRASHED, EXIT_CANNOT_WRITE, FROM_OUTSIDE, OOM, TIMEOUT, Ending, Request
 from stepscope.sweep.results import LOG_FOLDER, RESULT_PREFIX, TRACE_FOLDER, Results
 from stepscope.sweep.run_knobs import has_backward, without_autotuning
-from stepscope.sweep.server import Ending, Server
+from stepscope.sweep.server import Server
+from stepscope.version import __version__
 from stepscope.workloads.workload import Workload
-
-FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What a user, a scheduler or the kernel ends a process with: it says nothing about the point."""
 
 # Run knobs that the gate's verdict does not depend on.
 IGNORED_BY_GATE = ("warmup", "steps", "optimizer")
@@ -38,17 +41,20 @@ class Options:
 class Runner:
     """`run(point)` returns the point's row; each point runs in its own process."""
 
-    def __init__(self, workload: Workload[Any], server: Server, results: Results, options: Options) -> None:
+    def __init__(self, workload: Workload[Any], server: Server | Engine, results: Results, options: Options) -> None:
         self._gate_sizes = workload.gate
         self._server = server
         self._results, self._folder = results, results.folder.absolute()
         self.options = options
         self._gates: dict[str, dict[str, Any]] = {}
+        self._gates_running: set[str] = set()
+        self._turn = threading.Condition()
 
     def run(self, point: Point, probe: bool = False) -> Row:
         key, options = self._gate_key(point), self.options
         trace = self._folder / TRACE_FOLDER / f"{point.hash}.json.gz"
-        with self._results.writing():
+        has_gate = bool(self._gate_sizes) and not probe and not options.layers
+        with self._results.writing(), self._one_gate(key if has_gate else None):
             row = measured_row(
                 point,
                 self._server,
@@ -62,10 +68,26 @@ class Runner:
                 compares_dtypes=options.compares_dtypes and not probe,
                 layers=options.layers and not probe,
             )
-        gate = row.get("gate")
-        if gate is not None:
-            self._gates.setdefault(key, {**gate, "run_by": point.hash})
+            gate = row.get("gate")
+            if gate is not None:
+                self._gates.setdefault(key, {**gate, "run_by": point.hash})
         return row
+
+    @contextmanager
+    def _one_gate(self, key: str | None) -> Iterator[None]:
+        """Let other threads' points with this key wait until its gate has run once, as one after another would."""
+        with self._turn:
+            self._turn.wait_for(lambda: key not in self._gates_running)
+            leads = key is not None and key not in self._gates
+            if leads:
+                self._gates_running.add(str(key))
+        try:
+            yield
+        finally:
+            if leads:
+                with self._turn:
+                    self._gates_running.discard(str(key))
+                    self._turn.notify_all()
 
     def _gate_key(self, point: Point) -> str:
         """Return a key that is equal for points that look the same to the gate, which has its own sizes."""
@@ -82,17 +104,47 @@ def run_points(
     results: Results,
     run: Callable[[Point], Row],
     on_row: Callable[[Row, int], None] = lambda row, num_done: None,
+    engine: Engine | None = None,
 ) -> None:
-    """Run the points without a row; `on_row` receives each row as it is written and the number of finished points."""
+    """Run the points without a row; `on_row` receives each row as it is written and the number of finished points.
+
+    On an engine, several run at a time. Only this thread writes rows.
+    """
     done = results.hashes
     num_done = sum(point.hash in done for point in points)
-    for point in points:
-        if point.hash in done:
-            continue
-        row = run(point)
-        results.append(row)
-        num_done += 1
-        on_row(row, num_done)
+    left = [point for point in points if point.hash not in done]
+    rows: Generator[Row, None, None] = (
+        (run(point) for point in left) if engine is None else _as_they_end(left, run, engine)
+    )
+    with closing(rows):
+        for row in rows:
+            results.append(row)
+            num_done += 1
+            on_row(row, num_done)
+    if engine is not None:
+        results.arrange([point.hash for point in points])
+
+
+def _as_they_end(points: Sequence[Point], run: Callable[[Point], Row], engine: Engine) -> Generator[Row, None, None]:
+    """Yield rows as points end, also those that ended before an interruption. Jobs end with this function."""
+    with ThreadPoolExecutor(engine.num_slots, thread_name_prefix="stepscope-point") as threads:
+        left: set[Future[Row]] = {threads.submit(run, point) for point in points}
+        try:
+            for future in as_completed(set(left)):
+                left.discard(future)
+                yield future.result()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            engine.stop()
+            threads.shutdown(cancel_futures=True)
+            for future in left:
+                if not future.cancelled() and future.exception() is None:
+                    yield future.result()
+            raise
+        finally:
+            engine.stop()
+            threads.shutdown(cancel_futures=True)
 
 
 def identity(point: Point) -> Row:
@@ -107,7 +159,7 @@ def identity(point: Point) -> Row:
     }
 
 
-def measured_row(point: Point, server: Server, folder: Path, log: Path, **options: Any) -> Row:
+def measured_row(point: Point, server: Server | Engine, folder: Path, log: Path, **options: Any) -> Row:
     """Run a point in its own process and return its row, however it ended. `options` are those of the request.
 
     OSError if its process could not write: that says nothing about the point.
@@ -138,11 +190,18 @@ def measured_row(point: Point, server: Server, folder: Path, log: Path, **option
     if fields["status"] == OOM:
         fields["reason"] = _oom_reason(fields)
     status, reason = fields.pop("status"), fields.pop("reason", None)
+    if ending.num_neighbors and _is_host_bound(fields):
+        others = "1 other point" if ending.num_neighbors == 1 else f"{ending.num_neighbors} other points"
+        fields["notes"].append(f"{others} ran on {ending.node} meanwhile, and the host sets the pace here")
     return {
         **identity(point),
         "status": status,
         "reason": reason,
         **fields,
+        **({ATTEMPTS: ending.attempts} if ending.attempts > 1 else {}),
+        **({"num_neighbors": ending.num_neighbors} if ending.node else {}),
+        "node": ending.node or platform.node(),
+        "stepscope": __version__,
         "started_at": started_at,
         "finished_at": now(),
         "seconds": round(ending.seconds, 3),
@@ -159,12 +218,23 @@ def _result(path: Path) -> Row:
     return fields if isinstance(fields, dict) else {}
 
 
+HOST_BOUND_SHARE = 0.8
+"""The host issues a step in this share of its time on the device, or more: other work on the host then slows it."""
+
+
+def _is_host_bound(fields: Row) -> bool:
+    host_ns, device_ns = (sum(fields.get(name) or ()) for name in ("samples_host_ns", "samples_device_ns"))
+    return bool(device_ns) and host_ns >= HOST_BOUND_SHARE * device_ns
+
+
 def _stage(fields: Row) -> str:
     return str(fields.get("stage", "start"))
 
 
 def _failure(ending: Ending, request: Request, stage: str) -> Row:
     code = ending.exit_code
+    if ending.lost_because:
+        return {"status": LOST, KILLED: True, "reason": ending.lost_because}
     if ending.lost:
         reason = f"the process that starts points was lost in stage {stage} (exit code {code})"
         return {"status": CRASHED, KILLED: True, "reason": reason}

@@ -23,7 +23,7 @@ from typing import Any
 
 from stepscope.sweep import memory
 from stepscope.sweep.process import CHILD_SUBREAPER, PARENT_DEATH_SIGNAL, begin, die_with_parent, set_process
-from stepscope.sweep.protocol import Request
+from stepscope.sweep.protocol import Ending, Request
 
 FORK, SPAWN = "fork", "spawn"
 # How often to check on a running point; a check costs microseconds.
@@ -34,15 +34,6 @@ POLL_SERVER_S = 1.0
 REAP_S = 5.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ending:
-    exit_code: int  # negative if a signal ended it
-    timed_out: bool
-    memory_kill: bool  # whether the kernel killed a process for lack of memory meanwhile
-    seconds: float
-    lost: bool = False  # whether the server itself ended, and its point with it
-
-
 def default_start() -> str:
     """Return `fork` on Linux, where it is safe, else `spawn`."""
     return FORK if sys.platform == "linux" else SPAWN
@@ -51,8 +42,9 @@ def default_start() -> str:
 class Server(contextlib.AbstractContextManager["Server"]):
     """Client of the server: `run(request)` returns how the point's process ended. Restarts a server that died."""
 
-    def __init__(self, start: str) -> None:
-        self._start = start
+    def __init__(self, start: str, folder: Path | None = None) -> None:
+        """Points run in `folder`, by default in that of this process."""
+        self._start, self._folder = start, folder
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, request: Request) -> Ending:
@@ -79,6 +71,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            cwd=self._folder,
         )
 
     def __exit__(self, *_exception: object) -> None:

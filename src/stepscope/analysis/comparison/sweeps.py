@@ -114,7 +114,7 @@ def sweep_of(
         varying = tuple(name for name in varying if name != "batch")
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, (row, point) in enumerate(zip(rows, points)):
-        groups.setdefault(_group(row, point.axes), []).append(index)
+        groups.setdefault((point.device_name, *_group(row, point.axes)), []).append(index)
     for members in groups.values():
         row = rows[members[0]]
         compared = _compared([points[index] for index in members], row.get("reference") or {}, _alternatives(row))

@@ -16,6 +16,7 @@ from stepscope.cli.support.output import Progress
 from stepscope.session import Session, open_session
 
 if TYPE_CHECKING:
+    from stepscope.sweep.engines.start import Where
     from stepscope.sweep.grid import Axes, Point
     from stepscope.sweep.results import Place
     from stepscope.workloads.workload import Workload
@@ -101,10 +102,38 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, timeout_s: float | None
     limit = f"time limit per point in seconds (default: {default})"
     add("--timeout", type=seconds, default=timeout_s, metavar="S", help=limit)
     add("--start", choices=("fork", "spawn"), help="how to start processes (default: fork)")
+    add_engine_arguments(parser)
     add("-o", "--output", type=Path, metavar="DIR", help="folder for the results (default: runs/…)")
     add("--resume", action="store_true", help="continue an interrupted run")
     add("--json", action="store_true", help="print JSON instead of text")
     add("--quiet", action="store_true", help="suppress progress output")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add where points run: docs/engines.md."""
+    from stepscope.sweep.engines.settings import ENGINES, LOCAL
+
+    add = parser.add_argument
+    add("--on", choices=ENGINES, default=LOCAL, help="where points run (default: local)")
+    add("--gpus-per-point", type=int, metavar="N", help="GPUs per point on an engine (default: 1 with CUDA)")
+
+
+def typed_engine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return `on` and `engine`, the latter with the settings of `[tool.stepscope.engine]`."""
+    from stepscope.cli.support.settings import engine_settings
+    from stepscope.sweep.engines.settings import LOCAL
+
+    settings = engine_settings() if arguments.on != LOCAL else {}
+    if arguments.gpus_per_point is not None:
+        settings["gpus_per_point"] = arguments.gpus_per_point
+    return {"on": arguments.on, "engine": settings}
+
+
+def typed_where(arguments: argparse.Namespace, start: str | None = None) -> Where:
+    """Return where points run."""
+    from stepscope.sweep.engines.start import where_of
+
+    return where_of(**typed_engine(arguments), start=start)
 
 
 def typed_axes(arguments: argparse.Namespace, flags: Iterable[str]) -> Axes:

@@ -30,6 +30,11 @@ def ignored_rules(folder: Path) -> Collection[str]:
     return ignored
 
 
+def engine_settings() -> dict[str, Any]:
+    """Return `[tool.stepscope.engine]` of the nearest pyproject.toml; empty if it has none."""
+    return dict(_settings(Path.cwd(), "engine")[1])
+
+
 def set_defaults(parser: argparse.ArgumentParser, verb: str) -> None:
     """Set the defaults of a verb's options from pyproject.toml; UsageError for a key that is not an option."""
     path, table = _settings(Path.cwd(), verb)

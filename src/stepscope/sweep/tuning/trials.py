@@ -231,6 +231,7 @@ class Trials:
             row = self._runner.run(point)
         finally:
             self._runner.options = options
+        self._need_like_device(row)
         if row["status"] == TIMEOUT:
             if left_s < limit_s:
                 raise OutOfTime  # not a verdict on the point: it may be tried with more time
@@ -238,6 +239,14 @@ class Trials:
                 best = duration(self.pace["seconds"] * 1e9, 3)
                 row["reason"] += f"; the best so far took {best} (raise the limit with --timeout)"
         return row
+
+    def _need_like_device(self, row: Row) -> None:
+        """Mark a row from another kind of device than the first row's as skipped: the search compares times."""
+        known = self._results.facts["environments"]
+        names = [known.get(each.get("environment_hash", ""), {}).get("device_name") for each in self.rows.values()]
+        first, name = next(filter(None, names), None), (row.get("environment") or {}).get("device_name")
+        if first is not None and name is not None and name != first:
+            row.update(status=SKIPPED, reason=f"it ran on {name}, the points before on {first}: not comparable")
 
     def _limit_s(self, point: Point) -> float:
         if self._timeout_s is not None:

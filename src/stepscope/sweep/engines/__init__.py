@@ -1,0 +1,1 @@
+"""Where the processes of a sweep run: this machine, a Ray cluster or Slurm."""
