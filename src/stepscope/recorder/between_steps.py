@@ -26,6 +26,7 @@ class Between:
     def __init__(self, optimizers: Mapping[int, Any]) -> None:
         self.places: dict[str, Counter[str]] = {}
         """What -> `train.py:42 evaluate` -> times."""
+        self._last: dict[str, str] = {}
         self._optimizers = optimizers
         self._trained: dict[int, bool] = {}  # root -> whether the optimizers have parameters of it
         self._samples = False
@@ -99,8 +100,14 @@ class Between:
         frame = next(script_frames(), None)
         found = self.places.setdefault(label, Counter())
         name = f"{place(frame)} {frame.f_code.co_name}" if frame is not None else None
-        if name is not None and (name in found or len(found) < MAX_PLACES):
-            found[name] += 1
+        if name is not None:
+            self._last[label] = name
+            if name in found or len(found) < MAX_PLACES:
+                found[name] += 1
+
+    def last_places(self) -> dict[str, str]:
+        """Return the line that did each thing last."""
+        return dict(self._last)
 
     def _is_trained(self, root: nn.Module) -> bool:
         if id(root) not in self._trained:

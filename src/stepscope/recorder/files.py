@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepscope.recorder.wall import identity
+from stepscope.recorder.wall import identity, tell_once
 
 SCHEMA_VERSION = 1
 
@@ -28,22 +28,29 @@ SNAPSHOT_FILE = "snapshot.pickle"
 OOM_SNAPSHOT_FILE = "snapshot_oom.pickle"
 COUNTERS_FILE = "counters.jsonl"
 COMPILE_FILE = "compile.json"
+HISTORY_FILE = "history.jsonl"
+RECENT_FILE = "recent.jsonl"
+OLDER_RECENT_FILE = "recent.old.jsonl"
+CONTROL_FOLDER = "control"
 
 OWN_NAMES = (
     *(RECORDING_FILE, SAMPLES_FILE, TRACE_FOLDER, MEMORY_FILE, SNAPSHOT_FILE, OOM_SNAPSHOT_FILE),
-    *(COUNTERS_FILE, COMPILE_FILE),
+    *(COUNTERS_FILE, COMPILE_FILE, HISTORY_FILE, RECENT_FILE, OLDER_RECENT_FILE, CONTROL_FOLDER),
 )
+WINDOW_FOLDER = re.compile(r"window\d+")
 RANK_FOLDER = re.compile(r"rank\d+")
 PROCESS_FOLDER = re.compile(r"process\d+(-\d+)?")
 CHILD_FOLDER = re.compile(rf"{RANK_FOLDER.pattern}|{PROCESS_FOLDER.pattern}")
 """A process that the script started and that trained: by rank, else by process id."""
+_FOLDER = re.compile(rf"{CHILD_FOLDER.pattern}|{WINDOW_FOLDER.pattern}")
 
 STATUS_INTERRUPTED = "interrupted"
 STATUS_FINISHED = "finished"
 STATUS_FAILED = "failed"
 
-# Limits the size of the recording of a very long run.
+# Limit the size of the recording of a very long run.
 MAX_SAMPLE_LINES = 100_000
+MAX_RECENT_LINES = 20_000
 
 
 def default_folder(name: str) -> Path:
@@ -73,7 +80,7 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
             if (pid := _recorded_by(folder / RECORDING_FILE)) is not None:
                 raise ValueError(f"{folder} is being recorded by process {pid}: wait, or name another folder")
             for entry in entries:
-                if entry.name not in OWN_NAMES and not CHILD_FOLDER.fullmatch(entry.name):
+                if entry.name not in OWN_NAMES and not _FOLDER.fullmatch(entry.name):
                     continue  # the user keeps own files beside the recording
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         probe.touch()
@@ -139,10 +146,18 @@ def num_steps(folder: Path) -> int:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON atomically: a reader sees either the old file or the new one."""
-    text = json.dumps(value, indent=1, allow_nan=False, default=str)
+    """Write `value` as JSON atomically."""
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False, default=str) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: a reader sees either the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -161,12 +176,12 @@ class OwnFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._descriptor = self._open(os.O_CREAT)
         self._identity = identity(self._descriptor)
 
     def _open(self, flags: int = 0) -> int:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o644)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o644)
         try:
             # A high number: scripts that become daemons close the low descriptors.
             return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
@@ -174,12 +189,14 @@ class OwnFile:
             os.close(descriptor)
 
     def append(self, data: bytes) -> None:
-        """Append bytes. Raises OSError if the disk is full, or the file was removed or replaced."""
+        """Append bytes. Raises FileNotFoundError if the file was removed or replaced, OSError if the disk is full."""
         if identity(self._descriptor) != self._identity:
             self._descriptor = self._open()
             if identity(self._descriptor) != self._identity:
                 self.close()
-                raise FileNotFoundError(f"{self._path} was replaced")
+                raise FileNotFoundError(f"{self.path} was replaced")
+        if not os.fstat(self._descriptor).st_nlink:
+            raise FileNotFoundError(f"{self.path} was deleted")
         while data:
             data = data[os.write(self._descriptor, data) :]
 
@@ -190,7 +207,7 @@ class OwnFile:
 
 
 class LineFile:
-    """A file of JSON lines. After MAX_SAMPLE_LINES, or on a full disk, lines are only counted."""
+    """A file of JSON lines. Those that a full disk does not take are counted, and the first time one line says so."""
 
     def __init__(self, path: Path) -> None:
         self._file = OwnFile(path)
@@ -198,14 +215,43 @@ class LineFile:
         self.num_dropped = 0
 
     def append(self, lines: str, num_lines: int = 1) -> None:
-        if self.num_lines >= MAX_SAMPLE_LINES:
-            self.num_dropped += num_lines
-            return
+        """Append lines. Raises FileNotFoundError if the file was removed."""
         try:
             self._file.append(f"{lines}\n".encode())
             self.num_lines += num_lines
-        except OSError:
+        except FileNotFoundError:
+            raise
+        except OSError as error:
             self.num_dropped += num_lines
+            why = f"cannot write {self._file.path}: {error.strerror}"
+            tell_once(f"{why}. Steps are not recorded until this changes; the script goes on")
 
     def close(self) -> None:
         self._file.close()
+
+
+class SampleFile(LineFile):
+    """The first steps in one file, and the last ones in another that begins anew after MAX_RECENT_LINES."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path.parent
+        self._recent: LineFile | None = None
+
+    def append(self, lines: str, num_lines: int = 1) -> None:
+        if self.num_lines < MAX_SAMPLE_LINES:
+            super().append(lines, num_lines)
+            return
+        self.num_dropped += num_lines
+        if self._recent is not None and self._recent.num_lines >= MAX_RECENT_LINES:
+            self._recent.close()
+            (self._folder / RECENT_FILE).replace(self._folder / OLDER_RECENT_FILE)
+            self._recent = None
+        if self._recent is None:
+            self._recent = LineFile(self._folder / RECENT_FILE)
+        self._recent.append(lines, num_lines)
+
+    def close(self) -> None:
+        super().close()
+        if self._recent is not None:
+            self._recent.close()

@@ -58,8 +58,7 @@ class Loop:
         self._last_optimizer: Any = None  # a weak reference
         self._owners = Owners()
         self.observer: Ledger | None = None
-        self.is_free = False
-        self.is_open = False
+        self.is_free = self.is_open = False
         self.num_prefetched = 0  # batches that the workers of a DataLoader may have ready
         self.between = Between(self.optimizers)
         self._updates = UpdateWatch()
@@ -241,6 +240,7 @@ class Loop:
         self._awaits_backward = False
         self._trains_in_eval_mode |= self._called_in_eval_mode
         if self.is_free:
+            self.usual.sample_loss(tensors)
             return
         is_loss = isinstance(tensors, torch.Tensor) and is_plain(tensors) and tensors.numel() == 1
         if is_loss and not self._root_depth:

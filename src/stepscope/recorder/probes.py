@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.recorder import files
+from stepscope.recorder import files, windows
 from stepscope.recorder.clock import Clock
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
 from stepscope.recorder.ledger.ledger import Ledger
@@ -46,8 +46,8 @@ class Probes:
         self.compiler = CompilerProbe()
         self.trace: TraceProbe | None = None
         self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
-        self._counters: CounterSampler | None = None
-        self._profiler_is_on = False
+        self.counters: CounterSampler | None = None
+        self._profiler_is_on = self._stacks = False
         self._float32_matmul: str | None = None
 
     def guard(self, doing: str, action: Callable[[], None]) -> None:
@@ -64,6 +64,20 @@ class Probes:
         if note not in notes:
             notes.append(note)
 
+    def use_folder(
+        self, folder: Path, facts: dict[str, Any], memory_in_full: bool, stacks: bool, num_steps: int
+    ) -> Callable[[], None]:
+        """Work for another recording until the returned function is called."""
+        kept = self._folder, self.facts, self.memory
+        self._folder, self.facts, self._stacks = folder, facts, stacks
+        self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
+        self.memory.num_steps = num_steps
+
+        def release() -> None:
+            (self._folder, self.facts, self.memory), self._stacks = kept, False
+
+        return release
+
     def use_gpu(self, roots: Iterable[nn.Module]) -> None:
         """Time on the GPU and sample its counters if the script uses one."""
         if self.device is not None or not torch.cuda.is_initialized():
@@ -72,14 +86,38 @@ class Probes:
         self.device = torch.cuda.current_device() if device is None else device.index or 0
         self._clock.use_device(self.device)
         try:
-            self._counters = CounterSampler.start(self._folder / files.COUNTERS_FILE, gpu_uuid(self.device))
+            self.counters = CounterSampler.start(self._folder / files.COUNTERS_FILE, gpu_uuid(self.device))
         except NvmlUnavailable as error:
             self.note("counters", f"no NVML counters: {error}")
 
+    def leave(
+        self, window: str, roots: list[nn.Module], optimizers: Iterable[Any], read_steps: Callable[[], None]
+    ) -> None:
+        """End a window. `read_steps` reads device times and waits for the GPU."""
+        if window == windows.MEMORY:  # before the recorder runs any op itself
+            self.stop_memory()
+        if window == windows.WARMUP:
+            self.memory.warmup_ended()
+        elif window != windows.FREE:
+            read_steps()
+            self.read_facts(roots, optimizers)
+        if window == windows.TRACE:
+            self.stop_trace(step_finished=True)
+            self.compare_precision("traced")
+
+    def enter(self, window: str, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
+        """Begin a window."""
+        if window == windows.TRACE_WARMUP:
+            self.prepare_trace(roots)
+        elif window == windows.TRACE and self.trace is not None:
+            self.trace.start(self._clock)
+        elif window == windows.MEMORY:
+            self.start_memory(roots, optimizers)
+
     def sample_energy(self) -> None:
         """Sample the energy counter now, at the start or end of a window."""
-        if self._counters is not None:
-            self._counters.sample_energy()
+        if self.counters is not None:
+            self.counters.sample_energy()
 
     def synchronize(self) -> None:
         """Wait for the GPU. Never called while a step is timed."""
@@ -127,7 +165,7 @@ class Probes:
         folder = files.TRACE_FOLDER if number == 1 else f"{files.TRACE_FOLDER}/repeat{number}"
         name = f"{folder}/rank{rank_and_world_size()[0] or 0}.json.gz"
         first_step = self.memory.num_steps + 1  # the step before it warms the profiler up
-        self.trace = TraceProbe(self._folder, name, roots, self.device, first_step)
+        self.trace = TraceProbe(self._folder, name, roots, self.device, first_step, self._stacks)
         self.trace.prepare()
 
     def stop_trace(self, step_finished: bool) -> None:
@@ -202,11 +240,11 @@ class Probes:
 
     def stop_all(self) -> None:
         """Stop the probes that run until the end, and write their results."""
-        if self._counters is not None:
-            self.facts["counters"] = {"other_processes": self._counters.other_processes(), **self._counters.limits}
-            self._counters.stop()
-            if self._counters.error:
-                self.note("counters", f"NVML sampling ended early: {self._counters.error}")
+        if self.counters is not None:
+            self.facts["counters"] = {"other_processes": self.counters.other_processes(), **self.counters.limits}
+            self.counters.stop()
+            if self.counters.error:
+                self.note("counters", f"NVML sampling ended early: {self.counters.error}")
         self.compiler.stop()
         if self.compiler.error:
             self.note("compiler", f"what torch.compile did is incomplete: {self.compiler.error}")

@@ -7,9 +7,12 @@ import json
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.recorder.windows import Windows
+
+if TYPE_CHECKING:
+    from stepscope.recorder.loop import Loop
 
 
 def run_facts(
@@ -24,6 +27,18 @@ def run_facts(
         "git": git_revision(script_folder),
         "started_at": now(),
     }
+
+
+def loop_facts(loop: Loop, num_steps: int, num_dropped: int) -> dict[str, Any]:
+    """Return what `recording.json` says about the loop: where its steps end, and what lies between them."""
+    finder = loop.finder
+    steps = {
+        **{name: getattr(finder, name) for name in ("source", "num_sources", "num_earlier")},
+        "num_steps": num_steps,
+        "num_prefetched": loop.num_prefetched,
+        "num_lines_dropped": num_dropped,
+    }
+    return {"steps": steps, "between": {kind: dict(places) for kind, places in loop.between.places.items()}}
 
 
 def file_hash(path: Path) -> str | None:

@@ -14,22 +14,16 @@ from torch import nn
 
 from stepscope.recorder import current, files, hooks, wall, windows
 from stepscope.recorder.clock import BETWEEN_STEPS, Clock, TimedStep
+from stepscope.recorder.history.whole_run import WholeRun
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.modes import unseen
 from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.processes.rank import rank_and_world_size
-from stepscope.recorder.samples import Samples
+from stepscope.recorder.run_facts import loop_facts
 from stepscope.recorder.step_ends import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.step_facts import StepFacts
-from stepscope.recorder.windows import Progress, Windows
-
-
-class WindowsDone(SystemExit):
-    """Ends the script after the last window, for `--exit-after`. The exit code is 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
+from stepscope.recorder.windows import Progress, Windows, WindowsDone
 
 
 class Session:
@@ -48,6 +42,8 @@ class Session:
         inference: bool = False,
         memory_in_full: bool = False,
         is_script: bool = False,
+        when: tuple[str, ...] = (),
+        limit: int = 3,
         on_roots: Callable[[list[nn.Module]], None] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -72,7 +68,8 @@ class Session:
         self.phase, self.stop_listening = self._loop.phase, self._loop.stop_listening
         self.aside_begins, self.aside_ended = self._loop.aside_begins, self._loop.aside_ended
         self._roots = self._loop.roots
-        self._samples = Samples(folder)
+        self._run = WholeRun(folder, self._probes, is_script, when, limit)
+        self._samples, self._loop.usual.losses = self._run.samples, self._run.losses
         self._step = 0
         self._window = self._windows.at(0)
         self._free_ns = 0
@@ -168,14 +165,15 @@ class Session:
             ("ending the window", probes.stop_windows),
             ("removing the hooks", self.suspend),
             ("stopping the probes", probes.stop_all),
-            ("reading device times", lambda: self._samples.read_pending(probes, self._clock)),
+            ("reading device times", lambda: self._run.timed.read_pending(probes, self._clock)),
+            ("ending the triggered window", lambda: self._end_triggered(files.STATUS_INTERRUPTED)),
             ("reading the counters", lambda: probes.read_facts(self._roots.modules, self._loop.optimizers.values())),
             ("releasing the models", self._roots.forget),
-            ("writing the last steps", self._samples.close),
+            ("writing the last steps", lambda: self._run.close(status)),
         ):
             probes.guard(doing, action)
         probes.facts.update(facts)
-        self._write_recording(status)
+        files.write_json(self.folder / files.RECORDING_FILE, self._facts(status))
 
     def _end_loop(self) -> None:
         """Count an update by hand that no later event has shown, and write what the loop did after its last step."""
@@ -213,7 +211,7 @@ class Session:
         self._loop.between.step_ended()
         if finished != windows.FREE:
             self._probes.memory.step_ended()
-            self._window = self._windows.at(self._step)
+            self._window = self._run.windows(self._windows).at(self._step)
         if self._window not in (windows.WARMUP, windows.CLEAN) or self._step > MAX_STEPS_OF_ONE:
             self._begun.clear()  # keeping more would keep losses alive
         if self._window != finished or self._step == 1 or not self._has_roots:
@@ -221,7 +219,8 @@ class Session:
             self._probes.guard(doing, lambda: self._enter(finished))
         elif self._window == windows.TRACE and self._probes.trace is not None:
             self._probes.guard("tracing", self._probes.trace.next_step)
-        self._progress.step_ended(self._step, step.wall_ns, self._window, entered=self._window != finished)
+        if self._run.triggered is None:
+            self._progress.step_ended(self._step, step.wall_ns, self._window, entered=self._window != finished)
         self._loop.facts = StepFacts()
         self._num_compiles = self._probes.compiler.num_compiles
         self._clock.begin_step()  # the recorder's own work since the step ended belongs to no step
@@ -230,16 +229,27 @@ class Session:
 
     def _go_on(self) -> None:
         """Begin another step, the cheap way if possible, unless the recording can end here."""
+        if self._run.window_begins(self._step, self._loop.is_free, self._windows.num_steps):
+            self._loop.is_free = self._samples.waits = False
+            self._clock.use_device(self._probes.device)
+            self._window = self._run.windows(self._windows).at(self._step)
+            self._probes.guard("entering a triggered window", lambda: self._enter(windows.FREE))
+            self._clock.begin_step()
         if self._loop.is_free:
-            self._samples.flush_if_due()
+            if self._run.writer.error is not None:
+                self.abandon(self._run.writer.error)
+                return
+            self._samples.keep_up()
+            self._run.losses.look(time.perf_counter_ns())
             self._progress.step_ended(self._step, self._last_ns, self._window, entered=False)
             if self._exit_after and self._has_settled():
                 raise WindowsDone
+            most_steps = self._run.most_steps(self._step)
             if not self._exit_after:
-                self._loop.start_usual(in_full=False, most_steps=windows.MOST_FREE_STEPS)
+                self._loop.start_usual(in_full=False, most_steps=most_steps)
             elif rank_and_world_size()[1] == 1:  # ranks must stop at the same step
                 num_left = self._windows.num_steps + windows.MOST_FREE_STEPS - self._step
-                self._loop.start_usual(in_full=False, most_steps=num_left)
+                self._loop.start_usual(in_full=False, most_steps=min(num_left, most_steps))
         elif self._window == windows.CLEAN and self._probes.device is None:
             self._loop.start_usual(in_full=True, most_steps=1)
 
@@ -300,6 +310,7 @@ class Session:
         if self._source == self._loop.finder.source:
             self._loop.finder.num_earlier += self._step
         self._probes.guard("restarting", self._probes.stop_windows)
+        self._end_triggered(files.STATUS_INTERRUPTED)
         remove_all(self._trace_handles)
         self._loop.observer = None
         self._loop.is_free = self._samples.waits = False
@@ -332,7 +343,8 @@ class Session:
             self._forwards_ns.append(step.wall_ns if is_timed else self._forwards_ns[-1])
             self._all_forwards_ns += self._forwards_ns[-1]
         num_tokens = facts.given_tokens or self._tokens_per_step
-        self._samples.add(step, self._window, facts, num_tokens, num_compiles)
+        places = self._loop.between.last_places() if step.num_times else None
+        self._run.add(step, self._window, facts, num_tokens, num_compiles, places)
 
     def _enter(self, finished: str) -> None:
         """Switch from the `finished` window to the current one. No step is timed while this runs."""
@@ -348,53 +360,40 @@ class Session:
                 self._on_roots(roots.modules)
         if self._window == finished:
             return
-        if finished == windows.MEMORY:  # before the recorder runs any op itself
-            loop.observer = None
-            probes.stop_memory()
-        if finished == windows.WARMUP:
-            probes.memory.warmup_ended()
-        else:
-            self._samples.read_pending(probes, self._clock)
-            probes.read_facts(roots.modules, loop.optimizers.values())
+        optimizers = loop.optimizers.values()
+        remove_all(self._trace_handles)
+        loop.observer = None
+        probes.leave(finished, roots.modules, optimizers, lambda: self._run.timed.read_pending(probes, self._clock))
         if windows.CLEAN in (finished, self._window):
             probes.sample_energy()
-        if finished == windows.TRACE:
-            remove_all(self._trace_handles)
-            probes.stop_trace(step_finished=True)
-            probes.compare_precision("traced")
-        if self._window == windows.TRACE_WARMUP:
-            probes.prepare_trace(roots.modules)
-        elif self._window == windows.TRACE and probes.trace is not None:
-            self._trace_handles = hooks.surround_optimizers(loop, loop.optimizers.values())
-            probes.trace.start(self._clock)
-        elif self._window == windows.MEMORY:
-            probes.start_memory(roots.modules, loop.optimizers.values())
-            loop.observer = probes.memory.ledger
-        elif self._window == windows.FREE:
-            self._start_free_running()
+        if self._window == windows.TRACE and probes.trace is not None:
+            self._trace_handles = hooks.surround_optimizers(loop, optimizers)
+        probes.enter(self._window, roots.modules, optimizers)
+        loop.observer = probes.memory.ledger
+        if self._window == windows.FREE:
+            # Keep to the host's clock and to what is cheap.
+            loop.is_free = self._samples.waits = True
+            self._clock.use_device(None)
+            self._free_ns = time.perf_counter_ns()
+            self._run.free_running_begins()
+            self._end_triggered(files.STATUS_FINISHED)
         self._write_recording(files.STATUS_INTERRUPTED)
 
-    def _start_free_running(self) -> None:
-        """Keep to the host's clock and to what is cheap."""
-        self._loop.is_free = self._samples.waits = True
-        self._clock.use_device(None)
-        self._free_ns = time.perf_counter_ns()
-
     def _write_recording(self, status: str) -> None:
-        probes, finder = self._probes, self._loop.finder
-        facts = {
-            **probes.facts,
+        text = files.json_text(self._facts(status))  # here, because a later step may change the facts
+        self._run.write_recording(text)
+
+    def _facts(self, status: str) -> dict[str, Any]:
+        return {
+            **self._probes.facts,
             "schema_version": files.SCHEMA_VERSION,
             "status": status,
             "pid": self._pid,
-            "steps": {
-                **{name: getattr(finder, name) for name in ("source", "num_sources", "num_earlier")},
-                "num_steps": self._step,
-                "num_prefetched": self._loop.num_prefetched,
-                "num_lines_dropped": self._samples.num_dropped,
-            },
-            "between": {kind: dict(places) for kind, places in self._loop.between.places.items()},
-            "windows": self._windows.counts(),
-            "environment": probes.environment_facts(),
+            **loop_facts(self._loop, self._step - self._run.first_step, self._run.timed.num_dropped),
+            "windows": self._run.windows(self._windows).counts(),
+            "environment": self._probes.environment_facts(),
         }
-        files.write_json(self.folder / files.RECORDING_FILE, facts)
+
+    def _end_triggered(self, status: str) -> None:
+        if self._run.triggered is not None:
+            self._run.end_window(self._step, self._facts(status))

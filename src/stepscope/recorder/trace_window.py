@@ -49,7 +49,13 @@ class TraceProbe:
     """
 
     def __init__(
-        self, folder: Path, name: str, roots: list[nn.Module], device: int | None, first_step: int = 0
+        self,
+        folder: Path,
+        name: str,
+        roots: list[nn.Module],
+        device: int | None,
+        first_step: int = 0,
+        stacks: bool = False,
     ) -> None:
         self._path = folder / name
         self._name = name
@@ -67,7 +73,7 @@ class TraceProbe:
         if device is not None:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
-            activities=activities, record_shapes=True, with_stack=False, acc_events=True
+            activities=activities, record_shapes=True, with_stack=stacks, acc_events=True
         )
 
     def prepare(self) -> None:

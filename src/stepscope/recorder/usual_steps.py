@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stepscope.recorder.clock import BEFORE_FORWARD, DATA, OTHER, UNATTRIBUTED, Clock
+from stepscope.recorder.history.losses import LossSampler
 from stepscope.recorder.model import batch_size
 from stepscope.recorder.modes import unseen
 from stepscope.recorder.step_ends import EXPLICIT, StepFinder
@@ -59,6 +60,8 @@ class UsualSteps:
         """Called with the start, end, phases and batch of each step that was interpreted the short way."""
         self.interpreted: Callable[[], None]
         """Called at the end of a step when all that was noted has been interpreted."""
+        self.losses: LossSampler | None = None
+        """Samples the losses of free running."""
         self._loop, self._clock = loop, clock
         self._events: list[_Event] = []
         self._inputs: Inputs = []  # of the open step
@@ -108,8 +111,14 @@ class UsualSteps:
         loss = None
         if self.in_full and isinstance(tensors, torch.Tensor):
             loss = _loss(tensors) if type(tensors) is torch.Tensor else unseen(_loss, tensors)
+        else:
+            self.sample_loss(tensors)
         self._events.append((_BACKWARD, time.perf_counter_ns(), loss))
         return True
+
+    def sample_loss(self, loss: Any) -> None:
+        if self.losses is not None and self.losses.is_due:
+            self.losses.take(loss)
 
     def backward_ended(self, _has_returned: bool) -> None:
         self.is_inside = False

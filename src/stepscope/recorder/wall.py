@@ -145,6 +145,16 @@ def tell(line: str) -> None:
             pass  # its reader is gone
 
 
+_told: set[str] = set()
+
+
+def tell_once(line: str) -> None:
+    """Write a line to standard error, the first time."""
+    if line not in _told:
+        _told.add(line)
+        tell(line)
+
+
 @contextmanager
 def caught_warnings() -> Iterator[list[Any]]:
     """Keep warnings of ours from the script.

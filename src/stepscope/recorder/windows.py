@@ -13,6 +13,7 @@ TRACE_WARMUP = "trace_warmup"
 TRACE = "trace"
 MEMORY = "memory"
 FREE = "free"
+TRIGGERED = "triggered"  # a step of a window with a recording of its own
 
 TITLES = {
     WARMUP: "warm-up",
@@ -34,6 +35,13 @@ def has_settled(num_free: int, free_ns: int, num_ranks: int) -> bool:
         return num_free >= LEAST_FREE_STEPS  # ranks must stop at the same step, and only counts are the same
     is_long = num_free >= MOST_FREE_STEPS or free_ns >= MOST_FREE_NS
     return is_long or (num_free >= LEAST_FREE_STEPS and free_ns >= LEAST_FREE_NS)
+
+
+class WindowsDone(SystemExit):
+    """Ends the script after the last window, for `--exit-after`. The exit code is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ def live_metrics(session: Session) -> dict[str, float]:
 
     Reads what was noted when steps ended: it does not wait for the GPU, and lags behind by a quarter of a second.
     """
+    session._samples.digest(waits=True)
     tally, probes = session._samples.tally, session._probes
     if not (recent := tally.recent()):
         return {}

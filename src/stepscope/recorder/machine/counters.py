@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from stepscope.recorder.machine.nvml import Nvml, NvmlGpu, NvmlUnavailable
 FLUSH_NS = 1_000_000_000
 JOIN_SECONDS = 2.0
 # The interval doubles after this many samples, so that the file of a run of weeks stays small.
-STRETCH_SAMPLES = 36_000
+STRETCH_SAMPLES = 18_000
+PROCESSES_EVERY = 100  # samples
 
 
 class CounterSampler:
@@ -38,6 +40,9 @@ class CounterSampler:
         self._is_stopped = False
         # Not a Python file object: a forked child would write its copy of the buffer again on exit.
         self._pending: list[str] = []
+        self._copy: OwnFile | None = None
+        self._sums = CounterSums()
+        self._num_processes: int | None = None  # others on the GPU
         self._file = OwnFile(path)
         self._thread = threading.Thread(target=self._run, name="stepscope-counters", daemon=True)
 
@@ -77,6 +82,20 @@ class CounterSampler:
     def sample_energy(self) -> None:
         """Ask the thread for a sample with energy now. Returns immediately."""
         self._wake.set()
+
+    def copy_to(self, path: Path | None) -> None:
+        """Write the samples from now on to another file too, or no longer."""
+        copy, self._copy = self._copy, None if path is None else OwnFile(path)
+        if copy is not None:
+            copy.close()
+
+    def take_sums(self) -> dict[str, Any]:
+        """Return means and extremes of the samples since the last call, for a block of the history."""
+        sums, self._sums = self._sums, CounterSums(self._sums.last_energy)
+        found = sums.values()
+        if found and (num := self._num_processes) is not None:
+            found["num_processes"] = num
+        return found
 
     def other_processes(self) -> list[dict[str, Any]]:
         """Return the other processes that compute on this GPU (`pid`, `name`, `used_bytes`); empty after `stop`.
@@ -119,6 +138,8 @@ class CounterSampler:
             num_samples += 1
             if num_samples % STRETCH_SAMPLES == 0:
                 self._interval_ns *= 2
+            if num_samples % PROCESSES_EVERY == 1:
+                self._num_processes = len(self.other_processes())
             if flushes:
                 self._flush()
                 flushed_ns = now_ns
@@ -126,12 +147,16 @@ class CounterSampler:
         self._append(time.perf_counter_ns(), with_energy=True)
 
     def _append(self, now_ns: int, with_energy: bool) -> None:
-        self._pending.append(json.dumps(sample(self._gpu, now_ns, with_energy), separators=(",", ":")))
+        found = sample(self._gpu, now_ns, with_energy)
+        self._sums.add(found)
+        self._pending.append(json.dumps(found, separators=(",", ":")))
 
     def _flush(self) -> None:
         data = "".join(f"{line}\n" for line in self._pending).encode()
         self._pending.clear()
         self._file.append(data)
+        if (copy := self._copy) is not None:
+            copy.append(data)
 
 
 def sample(gpu: NvmlGpu, t_ns: int, with_energy: bool) -> dict[str, Any]:
@@ -151,3 +176,45 @@ def sample(gpu: NvmlGpu, t_ns: int, with_energy: bool) -> dict[str, Any]:
         "driver_memory_bytes": memory[0] if memory else None,
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+class CounterSums:
+    """Samples, added up. `first_energy` is what the counter showed before."""
+
+    def __init__(self, first_energy: float | None = None) -> None:
+        self._first_energy = self.last_energy = first_energy
+        self._num: Counter[str] = Counter()
+        self._sums: dict[str, float] = {}
+        self._min_clock: int | None = None
+        self._max_memory: int | None = None
+        self._throttle: dict[str, None] = {}
+
+    def add(self, found: dict[str, Any]) -> None:
+        for name, ours in _MEANS.items():
+            if name in found:
+                self._num[ours] += 1
+                self._sums[ours] = self._sums.get(ours, 0) + found[name]
+        if (clock := found.get("sm_clock_mhz")) is not None:
+            self._min_clock = clock if self._min_clock is None else min(clock, self._min_clock)
+        if (memory := found.get("driver_memory_bytes")) is not None:
+            self._max_memory = max(memory, self._max_memory or 0)
+        if (energy := found.get("energy_joules")) is not None:
+            self._first_energy = energy if self._first_energy is None else self._first_energy
+            self.last_energy = energy
+        self._throttle.update(dict.fromkeys(found.get("throttle", ())))
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields of a block's `gpu`."""
+        found: dict[str, Any] = {name: round(self._sums[name] / num, 3) for name, num in self._num.items()}
+        if self._min_clock is not None:
+            found["min_sm_clock_mhz"] = self._min_clock
+        if self._max_memory is not None:
+            found["memory_bytes"] = self._max_memory
+        if self.last_energy is not None and self._first_energy is not None and self.last_energy > self._first_energy:
+            found["energy_joules"] = round(self.last_energy - self._first_energy, 1)
+        if found and self._throttle:
+            found["throttle"] = list(self._throttle)
+        return found
+
+
+_MEANS = {"power_watts": "power_watts", "sm_clock_mhz": "sm_clock_mhz", "gpu_busy_share": "busy_share"}

@@ -1,0 +1,1 @@
+"""The whole run: blocks of steps and events, written by a thread of its own."""

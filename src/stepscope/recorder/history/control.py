@@ -1,0 +1,175 @@
+"""Sees requests for windows and answers them: one thread handles files, the one that trains decides.
+
+A window begins at the same step on all ranks. So a rank answers `armed` only in the thread that trains, and only if
+that step has not begun.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from stepscope.recorder.history import requests
+from stepscope.recorder.history.conditions import State, Watch, parse
+from stepscope.recorder.history.history import History
+from stepscope.recorder.history.requests import Request, Standing, Wanted
+from stepscope.recorder.wall import tell
+
+POLL_NS = 1_000_000_000
+MARGIN_SECONDS = 4.0
+FIRST_RANK = "rank0"
+RECENT_NS, LEAST_RECENT, LEAST_USUAL = 2_000_000_000, 5, 5
+
+
+class Control:
+    """The requests for one rank of a run. `rank` is its name in files; only the first rank watches conditions."""
+
+    def __init__(
+        self, run: Path, rank: str, history: History, num_ranks: int = 1, when: tuple[str, ...] = (), limit: int = 3
+    ) -> None:
+        self.armed_step: int | None = None
+        """Where the next window begins. A plain attribute, because the training thread looks at it often."""
+        self.has_news = False
+        self._run, self._rank, self._history, self._num_ranks = run, rank, history, num_ranks
+        self._given = [Standing(number=0, when=text, limit=limit) for text in when]
+        self._armed: Request | None = None
+        self._busy_until = 0
+        self._asked: deque[Request] = deque()  # from the writer's thread
+        self._answers: deque[tuple[int, dict[str, Any]]] = deque()  # to it
+        self._settled: set[int] = set()  # requests that are done, late, …
+        self._known: dict[int, Request] = {}
+        self._watches: dict[tuple[bool, int], tuple[Watch, Wanted]] = {}
+        self._polled_ns = 0
+
+    # --- in the thread that trains ----------------------------------------------------------------
+
+    def look(self, step: int, free_from: int) -> None:
+        """Answer what was asked. `step` is about to begin; until `free_from`, other windows are being taken."""
+        self.has_news = False
+        while self._asked:
+            request = self._asked.popleft()
+            number, first = request.number, request.step or 0
+            if request.is_withdrawn:
+                if self._armed is not None and self._armed.number == number:
+                    self._armed = self.armed_step = None
+                    self.answer(number, requests.WITHDRAWN, step)
+                continue
+            free_from = max(free_from, self._busy_until)
+            if self._armed is not None:
+                free_from = max(free_from, (self._armed.step or 0) + self._armed.num_steps)
+            if first < max(step, free_from):
+                self.answer(number, requests.LATE, step, free_from=free_from)
+            else:
+                self._armed, self.armed_step = request, first
+                self.answer(number, requests.ARMED, step, first=first)
+        if self.armed_step is not None and self._armed is not None and step > self.armed_step:
+            self.answer(self._armed.number, requests.LATE, step, free_from=free_from)
+            self._armed = self.armed_step = None
+
+    def take(self, step: int) -> Request | None:
+        """Return the window that begins with this step."""
+        if self._armed is None or self.armed_step != step:
+            return None
+        found, self._armed, self.armed_step = self._armed, None, None
+        self._busy_until = step + found.num_steps
+        self.answer(found.number, requests.RUNNING, step, first=step)
+        return found
+
+    def answer(self, number: int, state: str, step: int, **details: Any) -> None:
+        """Let an answer be written."""
+        self._answers.append((number, {"state": state, "step": step, **details}))
+
+    # --- in the writer's thread -------------------------------------------------------------------
+
+    def tick(self) -> None:
+        while self._answers:
+            number, values = self._answers.popleft()
+            if values["state"] not in (requests.SEEN, requests.ARMED, requests.RUNNING):
+                self._settled.add(number)
+            self._write(number, values)
+        now_ns = time.perf_counter_ns()
+        if now_ns - self._polled_ns >= POLL_NS:
+            self._polled_ns = now_ns
+            self._poll()
+            self._watch(now_ns)
+
+    def close(self, status: str) -> None:
+        """Answer what can no longer be taken."""
+        if self._armed is not None:
+            text = f"the run {status} before step {self.armed_step}"
+            self.answer(self._armed.number, requests.REFUSED, self._history.last_step, reason=text)
+        while self._answers:
+            self._write(*self._answers.popleft())
+
+    def _write(self, number: int, values: dict[str, Any]) -> None:
+        values |= {"pid": os.getpid(), "step_ns": self._step_ns()}
+        try:
+            requests.replace(requests.request_file(self._run, number, self._rank), values)
+        except OSError as error:
+            tell(f"cannot answer the request for a window: {error.strerror or error}")
+
+    def _poll(self) -> None:
+        for request in requests.read_requests(self._run):
+            if isinstance(request, Standing):
+                self._watch_for(request, is_given=False)
+            elif request.number not in self._settled and self._known.get(request.number) != request:
+                is_new = request.number not in self._known
+                self._known[request.number] = request
+                if is_new:
+                    self._write(request.number, {"state": requests.SEEN, "step": self._history.last_step + 1})
+                if request.step is not None or request.is_withdrawn:
+                    self._asked.append(request)
+                    self.has_news = True
+
+    def _step_ns(self) -> int | None:
+        recent = self._history.recent_ns(RECENT_NS, LEAST_RECENT)
+        return round(median(recent)) if recent else None
+
+    # --- conditions -------------------------------------------------------------------------------
+
+    def _watch_for(self, standing: Standing, is_given: bool) -> None:
+        key = is_given, standing.number
+        if self._rank != FIRST_RANK or key in self._watches:
+            return
+        self._watches[key] = Watch(parse(standing.when), standing.limit, self._state(0)), standing
+
+    def _watch(self, now_ns: int) -> None:
+        if self._given:
+            for number, standing in enumerate(self._given):
+                self._watch_for(Standing(**{**asdict(standing), "number": number}), is_given=True)
+            self._given = []
+        if not self._watches or not self._history.is_free:
+            return
+        state = self._state(now_ns)
+        for watch, wanted in self._watches.values():
+            if watch.fires(state):
+                seconds = MARGIN_SECONDS if self._num_ranks > 1 else 0.5
+                margin = requests.margin_steps(state.step_ns or 1_000_000_000, seconds)
+                values = {name: getattr(wanted, name) for name in Wanted.__dataclass_fields__}
+                values |= {"step": state.step + 1 + margin, "reason": watch.condition.text}
+                requests.create(self._run, "request", values)
+
+    def _state(self, now_ns: int) -> State:
+        block = self._history.last_block
+        total_bytes = block.get("total_bytes")
+        on_gpu = block.get("reserved_bytes") if total_bytes else None
+        return State(
+            now_ns=now_ns or time.perf_counter_ns(),
+            step=self._history.last_step,
+            step_ns=self._step_ns(),
+            usual_ns=self._history.usual_ns(RECENT_NS, LEAST_USUAL),
+            memory_bytes=block.get("resident_bytes") if on_gpu is None else on_gpu,
+            total_bytes=_physical_bytes() if on_gpu is None else total_bytes,
+        )
+
+
+def _physical_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
