@@ -17,7 +17,7 @@ _LABEL = 14
 NAME_WIDTH = 24  # characters that the first column keeps before other columns are dropped for it
 TEXT_WIDTH = 16  # characters that other text columns keep before columns are dropped
 _LEAST_WIDTH = 6
-_LEVELS = "▁▂▃▄▅▆▇█"
+_LEVELS = "▁▂▃▄▅▆▇"  # no full block: lines would touch those above
 _LEAST_SPARK, _MOST_SPARK = 8, 60
 _MOST_IN_CELL = 400
 _GLUE = "\N{NO-BREAK SPACE}"
@@ -190,7 +190,7 @@ def sparkline(values: Sequence[float | None], width: int, from_zero: bool = True
     """Return values as a line of at most `width` bars; a blank for what is unknown.
 
     >>> sparkline([0, 1, None, 3, 4], 5), sparkline([7, 8, 7, 8], 2), sparkline([7, 8], 9, from_zero=False)
-    ('▁▃ ▆█', '██', '▁█')
+    ('▁▃ ▅▇', '▇▇', '▁▇')
     """
     num = min(width, len(values))
     cells = [finite(values[at * len(values) // num : (at + 1) * len(values) // num]) for at in range(num)]
