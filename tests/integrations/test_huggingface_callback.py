@@ -218,6 +218,7 @@ def test_a_resumed_training_is_a_recording_of_its_own(tmp_path):
     trainer(tmp_path, callback, max_steps=10).train(resume_from_checkpoint=True)
 
     assert [len(read_recording(tmp_path / name).samples) for name in ("run", "run-2")] == [4, 6]
+    assert [read_recording(tmp_path / name).facts["num_planned_steps"] for name in ("run", "run-2")] == [4, 6]
     assert read_recording(tmp_path / "run-2").status == "finished"
 
 

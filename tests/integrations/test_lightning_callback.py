@@ -87,6 +87,7 @@ def test_steps_micro_batches_and_phases(tmp_path):
     recording = read_recording(tmp_path / "run")
     assert (recording.status, recording.facts["steps"]["source"]) == ("finished", "step()")
     assert [(each.num_samples, each.num_micro_batches) for each in recording.samples] == [(6, 3)] * 8
+    assert recording.facts["num_planned_steps"] == 8
     assert [each.step for each in recording.samples if "evaluation" in (each.num_times or {})] == [4]
     assert recording.tail.num_times == {"evaluation": 1, "checkpoint": 1, "logging": 1}
 

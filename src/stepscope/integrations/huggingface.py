@@ -31,6 +31,7 @@ class StepscopeCallback(RecordingCallback, TrainerCallback):
         if self.recording.begin(state, state.global_step):
             from stepscope.recorder.patches import Patch
 
+            self.recording.plan(state.max_steps - state.global_step)
             # Trackers are callbacks too, and come before those that the user adds.
             self.recording.keep(Patch(Trainer, "log", self._logs))
             if hasattr(Trainer, "_run_epoch"):

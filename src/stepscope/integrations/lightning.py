@@ -25,8 +25,10 @@ class StepscopeCallback(RecordingCallback, Callback):
     >>> trainer = Trainer(callbacks=[StepscopeCallback()])  # doctest: +SKIP
     """
 
+    @wall.guarded
     def on_train_start(self, trainer: Any, _module: Any) -> None:
-        self.recording.begin(trainer, trainer.global_step)
+        if self.recording.begin(trainer, trainer.global_step):
+            self.recording.plan(trainer.estimated_stepping_batches - trainer.global_step)
 
     @wall.guarded
     def on_train_batch_end(self, trainer: Any, module: Any, *_args: Any, **_kwargs: Any) -> None:

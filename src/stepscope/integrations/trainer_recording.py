@@ -95,6 +95,12 @@ class TrainerRecording:
             self._recorder = recorder
             atexit.register(self._exits)
 
+    @wall.guarded
+    def plan(self, num_steps: float) -> None:
+        """Note how many steps the trainer is going to make; nothing for a number that is unknown or without end."""
+        if self._is_active and 0 < num_steps < float("inf"):
+            cast("Session", self._session)._probes.facts["num_planned_steps"] = int(num_steps)
+
     def keep(self, *handles: Handle) -> None:
         """Remove these handles at the end."""
         self._handles += handles

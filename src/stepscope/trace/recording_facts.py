@@ -22,6 +22,7 @@ class RecordingFacts(TypedDict, total=False):
     exit_code: int  # the script's exit code; absent for `stepscope.record()`
     exception: str
     num_child_processes: int  # processes the script started through multiprocessing
+    num_planned_steps: int  # steps that the trainer said it would make, from the beginning of the recording
     pid: int
     environment: dict[str, Any]
     """Versions, device name, threads, float32 matmul setting, environment variables that affect speed."""
@@ -94,6 +95,7 @@ SCHEMA: dict[str, Any] = {
     "exit_code": INTEGER,
     "exception": TEXT,
     "num_child_processes": COUNT,
+    "num_planned_steps": COUNT,
     "pid": COUNT,
     "environment": {
         **dict.fromkeys(("device~", "device_name~", "torch~", "python~", "platform~", "float32_matmul~"), TEXT),
