@@ -141,7 +141,7 @@ def write_history(folder: Path, run: Run) -> Path:
         block |= {"loss": round(loss, 4) if abs(loss) < float("inf") else str(loss), "loss_step": own + num - 1}
         sampled = [run.loss(each) for each in range(step, step + num, max(1, 1_000_000_000 // one_ns))] + [loss]
         largest = max(sampled, key=lambda each: (each != each, each))
-        if largest != loss:
+        if largest in sampled[:-1] and largest is not loss:
             at = range(step, step + num, max(1, 1_000_000_000 // one_ns))[sampled.index(largest)] - process_step
             block |= {"max_loss": round(largest, 4) if abs(largest) < float("inf") else str(largest)}
             block["max_loss_step"] = at

@@ -61,6 +61,18 @@ def elapsed(seconds: float) -> str:
     return f"{whole} s"
 
 
+def span(ns: float) -> str:
+    """Return a time that may be days long, with three digits.
+
+    >>> span(4.25e9), span(5.4e12), span(2.6e14)
+    ('4.25 s', '1.50 h', '3.01 days')
+    """
+    for unit, length_ns in (("days", 86_400e9), ("h", 3_600e9), ("min", 60e9)):
+        if ns >= 1.5 * length_ns or (unit == "h" and ns >= length_ns):
+            return f"{significant(ns / length_ns)} {unit}"
+    return duration(ns, 3)
+
+
 def duration_range(low_ns: float, high_ns: float) -> str:
     """A range of times, with one unit if both have the same.
 

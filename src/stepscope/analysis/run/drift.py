@@ -1,0 +1,150 @@
+"""Steps that become slower in the course of a run, and what changed with them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from stepscope.analysis.run.change_points import DRIFT, Change, changes
+from stepscope.analysis.run.series import Run, TimeBlock
+from stepscope.analysis.time.loop_time import BETWEEN, DATA
+
+WORK = "work per step"
+_LEAST_PART = 0.25  # of the change; smaller parts are not its reason
+_NEAR = 0.02  # of the run's steps
+_CLOCK_DROP, _MORE_MEMORY, _MORE_COLLECTIONS = 0.03, 0.1, 0.5
+
+
+@dataclass(frozen=True)
+class Together:
+    """A figure that changed with the step time."""
+
+    name: str  # `data`, `other`, `passes` (ns per step), or the name of a track
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Steps that take longer from some step on."""
+
+    kind: str  # `step` (at once) or `drift` (slowly)
+    step: int  # the first slower step, or where it begins to grow
+    end_step: int  # the last step of it
+    lasts: bool  # whether it lasts to the end of what is known
+    before_ns: float
+    after_ns: float  # of a drift: at its end
+    lost_ns: float  # its extra time in total
+    together: tuple[Together, ...]  # the part of the step that grew most first
+
+    @property
+    def share(self) -> float:
+        return self.after_ns / self.before_ns - 1
+
+    def growth_per(self, num_steps: int) -> float:
+        """Return how much a step grows in so many steps, as a share of the level before."""
+        return self.share / max(1, self.end_step - self.step) * num_steps
+
+
+def step_changes(run: Run) -> list[tuple[Change, int, int]]:
+    """Return every change of the step time, faster ones too, each with its first step and the one after its last."""
+    cells = even_cells(run.free)
+    steps = [cell[0].step for cell in cells] + [run.last_step + 1]
+    found = changes([median(block.median_ns for block in cell) for cell in cells])
+    return [(change, steps[change.index], steps[change.end]) for change in found]
+
+
+def even_cells(blocks: Sequence[TimeBlock]) -> list[list[TimeBlock]]:
+    """Return blocks in cells of equally many steps: the blocks of a history become longer as the run goes on."""
+    length = max((block.num_steps for block in blocks), default=1)
+    cells: dict[int, list[TimeBlock]] = {}
+    for block in blocks:
+        cells.setdefault(block.step // length, []).append(block)
+    return list(cells.values())
+
+
+def slowdowns(run: Run) -> tuple[Slowdown, ...]:
+    """Return where steps become slower and their work does not grow, the most lost time first."""
+    found = []
+    earlier = run.first_step
+    blocks = run.free
+    for change, first, end in step_changes(run):
+        before = [block for block in blocks if earlier <= block.step < first]
+        after = [block for block in blocks if first <= block.step < end]
+        earlier = first
+        if change.after <= change.before or not after:
+            continue
+        arrived = after
+        if change.kind == DRIFT:
+            arrived = after[-max(1, len(after) // 5) :]
+            before = before if len(before) > 3 else after[: max(1, len(after) // 5)]
+        together = tuple(_together(run, before, arrived, change))
+        if any(each.name == WORK and each.after / each.before - 1 > change.share / 2 for each in together):
+            continue  # larger batches take longer
+        lost_ns = sum(max(0.0, block.median_ns - change.before) * block.num_steps for block in after)
+        levels = change.before, change.after
+        found.append(Slowdown(change.kind, first, end - 1, end > run.last_step, *levels, lost_ns, together))
+    return tuple(sorted(found, key=lambda each: -each.lost_ns))
+
+
+def _together(
+    run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock], change: Change
+) -> Iterator[Together]:
+    grown_ns = change.after - change.before
+    parts = {name: tuple(_per_step(side, name) for side in (before, after)) for name in (DATA, "other", "passes")}
+    for name, (first, second) in sorted(parts.items(), key=lambda part: part[1][0] - part[1][1]):
+        if second - first >= _LEAST_PART * grown_ns:
+            yield Together(name, first, second)
+    num_work = [_mean([block.num_tokens or block.num_samples for block in side], side) for side in (before, after)]
+    if num_work[0] and abs(num_work[1] / num_work[0] - 1) > 0.02:
+        yield Together(WORK, *num_work)
+    ends = [(side[0].step, side[-1].step + side[-1].num_steps) for side in (before, after)]
+    for name, (low, high) in _TRACKS.items():
+        level, new = (_level(run, name, end) for end in ends)
+        if level is None or new is None:
+            continue
+        if new < level * (1 + low) or new > level * (1 + high) + (0 if level else 0.5):
+            yield Together(name, level, new)
+    begin = ends[1][0] - round(_NEAR * run.num_steps)  # where it compiles may be just before the first slower block
+    num_compiles = [
+        sum(block.num_compiles for block in run.blocks if first <= block.step < last)
+        for first, last in ((ends[0][0], begin), (begin, ends[1][1]))
+    ]
+    if num_compiles[1] and not num_compiles[0]:
+        yield Together("num_compiles", *num_compiles)
+
+
+_INFINITE = float("inf")
+_TRACKS = {  # relative changes, down or up, from which a figure is named
+    "sm_clock_mhz": (-_CLOCK_DROP, _INFINITE),
+    "allocated_bytes": (-1.0, _MORE_MEMORY),
+    "resident_bytes": (-1.0, _MORE_MEMORY),
+    "num_collections": (-1.0, _MORE_COLLECTIONS),
+    "num_gpu_processes": (-1.0, 0.0),
+    "core_wait_share": (-1.0, 1.0),
+}
+
+
+def _per_step(blocks: Sequence[TimeBlock], name: str) -> float:
+    """Return what a typical step spends on data, between its passes (`other`), or in its passes."""
+
+    def part(block: TimeBlock) -> int:
+        if name == "passes":
+            rest = (DATA, "other", *BETWEEN)
+            return sum(ns for each, ns in block.host_ns.items() if each not in rest)
+        return block.host_ns.get(name, 0)
+
+    return median(part(block) / block.num_steps for block in blocks)
+
+
+def _mean(numbers: Sequence[int], blocks: Sequence[TimeBlock]) -> float:
+    return sum(numbers) / max(1, sum(block.num_steps for block in blocks))
+
+
+def _level(run: Run, name: str, ends: tuple[int, int]) -> float | None:
+    """Return the mean of a figure from one step to before another; of a count, how often it happened per step."""
+    if (track := run.tracks.get(name)) is None:
+        return None
+    if name != "num_collections":
+        return track.mean(*ends)
+    total = sum(value for step, value in zip(track.steps, track.values) if ends[0] <= step < ends[1])
+    return total / max(1, ends[1] - ends[0])

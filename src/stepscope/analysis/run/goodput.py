@@ -1,0 +1,154 @@
+"""Goodput: which share of the time since a run began was training, and what took the rest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from stepscope.analysis.run.interruptions import stalls
+from stepscope.analysis.run.series import FREE, RESTART, Run, TimeBlock
+from stepscope.analysis.time.loop_time import BETWEEN, DATA, MEASURING, OTHER, ROWS, TRAINING, WARMUP, LoopTime
+
+STARTUP, STALLS, RESTARTS, REPEATED = "start-up", "stalls", "restarts", "repeated steps"
+ALL_ROWS = (*ROWS[:-2], STARTUP, STALLS, RESTARTS, REPEATED, MEASURING, OTHER)
+_CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The wall-clock time of a run, or of all runs of a job, without remainder."""
+
+    wall_ns: int  # from the beginning of the first process to the last moment that is known
+    rows: Mapping[str, int]
+    """ns by what took them; they add up to `wall_ns`: the rows of the loop's time, `start-up` (before the first
+    step), `stalls`, `restarts` (from the end of one process to the beginning of the next), `repeated steps` (after
+    the last checkpoint before a restart)."""
+    num_steps: int
+    num_tokens: int
+    num_samples: int
+    num_runs: int = 1  # recordings of one job, one after the other
+    share: float = field(init=False)  # training ÷ wall-clock time; Stepscope's own work is left out
+
+    def __post_init__(self) -> None:
+        rest = max(1, self.wall_ns - self.rows.get(MEASURING, 0))
+        object.__setattr__(self, "share", self.rows.get(TRAINING, 0) / rest)
+
+    def cost_per_million(self, price_per_hour: float) -> tuple[str, float]:
+        """Return what is paid for, and its price per million: of tokens, otherwise samples, otherwise steps."""
+        unit, num = next(
+            (unit, num)
+            for unit, num in (
+                ("tokens", self.num_tokens), ("samples", self.num_samples), ("steps", max(1, self.num_steps)),
+            )
+            if num
+        )  # fmt: skip
+        return unit, price_per_hour * self.wall_ns / 3.6e12 / num * 1e6
+
+
+def goodput(run: Run, loop: LoopTime | None = None) -> Goodput | None:
+    """Return the goodput of a run; None before its first step. `loop` has the same steps, each by itself."""
+    if not run.blocks:
+        return None
+    rows = dict.fromkeys(ALL_ROWS, 0)
+    restarts = [each for each in run.happenings if each.kind == RESTART]
+    if loop is not None and loop.num_steps == run.num_steps and not restarts:
+        for row in loop.rows:
+            rows[row.name] += row.ns
+        stalled_ns = sum(stall.ns for stall in stalls(run) if stall.kind == "stall")
+        rows[STALLS] = min(rows[OTHER], stalled_ns)
+        rows[OTHER] -= rows[STALLS]
+        rest_ns = max(0, run.end_ns - sum(rows.values()))
+        rows[STARTUP] = min(rest_ns, run.blocks[0].start_ns)
+        rows[OTHER] += rest_ns - rows[STARTUP]
+    else:
+        _add_blocks(run, rows)
+        _add_gaps(run, [each.start_ns for each in restarts], rows)
+    wall_ns = sum(rows.values())
+    num_tokens, num_samples = (
+        sum(getattr(block, f"num_{unit}") for block in run.blocks) for unit in ("tokens", "samples")
+    )
+    return Goodput(wall_ns, {name: ns for name, ns in rows.items() if ns}, run.num_steps, num_tokens, num_samples)
+
+
+def _add_blocks(run: Run, rows: dict[str, int]) -> None:
+    stalled: dict[int, int] = {}
+    for stall in stalls(run):
+        if stall.kind == "stall":
+            stalled[stall.step] = stall.ns
+    usual_ns = median(_rest_ns(block) / block.num_steps for block in run.free)
+    steps = sorted(stalled)
+    at = 0
+    for block in run.blocks:
+        for kind, ns in block.host_ns.items():
+            if kind == DATA or kind in BETWEEN:
+                rows[BETWEEN.get(kind, DATA)] += ns
+        rest_ns = _rest_ns(block)
+        while at < len(steps) and steps[at] < block.step:
+            at += 1
+        lost_ns = 0
+        if at < len(steps) and steps[at] < block.step + block.num_steps:
+            lost_ns = min(stalled[steps[at]], rest_ns)
+            rows[STALLS] += lost_ns
+        elif block.num_compiles or block.window != FREE:
+            lost_ns = max(0, rest_ns - round(usual_ns * block.num_steps))
+            kind = OTHER if block.window == "clean" else MEASURING
+            rows[WARMUP if block.num_compiles or block.window == "warmup" else kind] += lost_ns
+        rows[TRAINING] += rest_ns - lost_ns
+
+
+def _rest_ns(block: TimeBlock) -> int:
+    return block.wall_ns - sum(ns for kind, ns in block.host_ns.items() if kind == DATA or kind in BETWEEN)
+
+
+def _add_gaps(run: Run, restarts: Sequence[int], rows: dict[str, int]) -> None:
+    """Add the time in which no step ran."""
+    rows[STARTUP] += run.blocks[0].start_ns
+    slept = [(each.start_ns, each.ns) for each in run.happenings if each.kind == "suspended"]
+    for block in run.blocks:
+        inside_ns = max(0, block.end_ns - block.start_ns - block.wall_ns)
+        slept_ns = min(inside_ns, sum(ns for at, ns in slept if block.start_ns <= at - ns < block.end_ns))
+        rows[STALLS] += slept_ns
+        rows[MEASURING] += inside_ns - slept_ns
+    for earlier, later in zip(run.blocks, run.blocks[1:]):
+        gap_ns = later.start_ns - earlier.end_ns
+        if gap_ns <= 0:
+            continue
+        began = next((ns for ns in restarts if earlier.end_ns <= ns <= later.start_ns), None)
+        if began is not None:
+            rows[RESTARTS] += began - earlier.end_ns
+            rows[STARTUP] += later.start_ns - began
+            continue
+        slept_ns = min(gap_ns, sum(ns for at, ns in slept if earlier.end_ns <= at - ns < later.start_ns))
+        rows[STALLS] += slept_ns
+        rows[MEASURING] += gap_ns - slept_ns
+    rows[OTHER] += max(0, run.end_ns - run.blocks[-1].end_ns)
+
+
+def job_goodput(runs: Sequence[tuple[Run, Goodput]]) -> Goodput:
+    """Return the goodput of all runs of one job, which follow one another.
+
+    Training after the last checkpoint of a run that another one follows had to be repeated.
+    """
+    runs = sorted(runs, key=lambda each: each[0].began or 0.0)
+    rows: dict[str, int] = dict.fromkeys(ALL_ROWS, 0)
+    for number, (run, own) in enumerate(runs):
+        for name, ns in own.rows.items():
+            rows[name] += ns
+        if number + 1 == len(runs):
+            break
+        following = runs[number + 1][0]
+        gap_ns = round(((following.began or 0.0) - (run.began or 0.0)) * 1e9) - own.wall_ns
+        rows[RESTARTS] += max(0, gap_ns)
+        saved = [block for block in run.blocks if block.host_ns.get(_CHECKPOINT)]
+        if saved:
+            lost = [block for block in run.blocks if block.start_ns >= saved[-1].end_ns]
+            lost_ns = min(own.rows.get(TRAINING, 0), sum(_rest_ns(block) for block in lost))
+            rows[REPEATED] += lost_ns
+            rows[TRAINING] -= lost_ns
+    return Goodput(
+        wall_ns=sum(rows.values()),
+        rows={name: ns for name, ns in rows.items() if ns},
+        num_steps=sum(own.num_steps for _, own in runs),
+        num_tokens=sum(own.num_tokens for _, own in runs),
+        num_samples=sum(own.num_samples for _, own in runs),
+        num_runs=len(runs),
+    )

@@ -1,0 +1,100 @@
+"""What interrupts training: checkpoints, evaluations, garbage collections, and steps that hang."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepscope.analysis.run.series import Run, TimeBlock
+from stepscope.analysis.time.loop_time import BETWEEN, DATA
+
+LEAST_STALL_NS = 1_000_000_000
+LEAST_STALL_STEPS = 5.0  # typical steps
+LEAST_SHARE = 0.03  # of the wall-clock time; less is not worth a finding
+LONG_NS = 60_000_000_000  # a single stall that is always worth one
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One kind of work between steps, over the whole run."""
+
+    kind: str  # as recorded: `checkpoint`, `evaluation`, `garbage_collection`
+    num: int
+    total_ns: int
+    share: float  # of the wall-clock time of the run's steps
+    step: int  # the first
+    last_step: int
+    longest_ns: int | None  # None if none was long enough to be noted by itself
+    longest_step: int | None
+    places: tuple[str, ...]
+
+    @property
+    def every(self) -> float | None:
+        """How many steps lie between two of them; None if there is only one."""
+        return (self.last_step - self.step) / (self.num - 1) if self.num > 1 else None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """One step, or one gap between steps, that took long for no known reason."""
+
+    step: int
+    ns: int  # above a typical step
+    kind: str  # `stall`, `data` (it waited for a batch) or `suspended` (the machine slept)
+
+
+def interruption(run: Run, kind: str) -> Interruption | None:
+    """Return what one kind of work between steps took; None if the run has none."""
+    blocks = [block for block in run.blocks if block.host_ns.get(kind) and not block.num_compiles]
+    total_ns = sum(block.host_ns[kind] for block in blocks)
+    if not total_ns:
+        return None
+    num = max(1, sum(block.num_times.get(kind, 0) for block in blocks))
+    noted = [each for each in run.happenings if each.kind == kind]
+    longest = max(noted, key=lambda each: each.ns, default=None)
+    wall_ns = sum(block.wall_ns for block in run.blocks)
+    return Interruption(
+        kind=kind,
+        num=num,
+        total_ns=total_ns,
+        share=total_ns / wall_ns,
+        step=_in_block(blocks[0], kind),
+        last_step=_in_block(blocks[-1], kind),
+        longest_ns=None if longest is None else longest.ns,
+        longest_step=None if longest is None else longest.step,
+        places=tuple(run.places.get(kind, ())) or tuple(dict.fromkeys(each.place for each in noted if each.place)),
+    )
+
+
+def _in_block(block: TimeBlock, kind: str) -> int:
+    """Return the step before which it happened: the longest of the block, if it made that long."""
+    usual = block.max_ns - block.median_ns
+    return block.max_step if block.host_ns[kind] >= usual / 2 else block.step
+
+
+def stalls(run: Run) -> tuple[Stall, ...]:
+    """Return the stalls of a run in order: noted ones, and blocks with a step that is far above the typical one."""
+    found = {each.step: Stall(each.step, each.ns, each.kind) for each in run.happenings if each.kind == "suspended"}
+    for each in run.happenings:
+        if each.kind == "stall" and each.ns >= LEAST_STALL_NS:
+            found[each.step] = Stall(each.step, each.ns, each.kind)
+    known = sorted(found)
+    for block in run.free:
+        excess, why = _excess(block)
+        is_noted = any(block.step <= step < block.step + block.num_steps for step in _near(known, block))
+        if excess >= max(LEAST_STALL_NS, LEAST_STALL_STEPS * block.median_ns) and not is_noted:
+            found[block.max_step] = Stall(block.max_step, round(excess), why)
+    return tuple(found[step] for step in sorted(found))
+
+
+def _near(steps: Sequence[int], block: TimeBlock) -> Sequence[int]:
+    return [step for step in steps if abs(step - block.step) <= block.num_steps]
+
+
+def _excess(block: TimeBlock) -> tuple[float, str]:
+    """Return by how much the longest step of a block exceeds the others without what has a name, and why.
+
+    What is known of single steps in the block is their longest; of everything else there are only sums.
+    """
+    between = sum(block.host_ns.get(kind, 0) for kind in BETWEEN)
+    excess = block.max_ns - block.median_ns - between
+    data = block.host_ns.get(DATA, 0)
+    return excess, DATA if data > excess / 2 else "stall"

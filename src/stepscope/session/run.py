@@ -1,0 +1,191 @@
+"""A recording's whole run as series: exact steps where all of them were kept, otherwise the blocks of its history."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from stepscope.analysis.run.series import (
+    MOST_BLOCKS,
+    RESTART,
+    Happening,
+    Run,
+    TimeBlock,
+    Track,
+    blocks_of_steps,
+    own_ns,
+)
+from stepscope.session.history import History, load
+from stepscope.trace.history_file import HISTORY_FILE, Block, Event, Process
+from stepscope.trace.recording import CounterSample, Recording
+
+_OF_BLOCK = (
+    "allocated_bytes", "reserved_bytes", "resident_bytes", "total_bytes", "num_collections",
+)  # fmt: skip
+_OF_GPU = {
+    "power_watts": "power_watts", "sm_clock_mhz": "sm_clock_mhz", "gpu_busy_share": "busy_share",
+    "gpu_memory_bytes": "memory_bytes", "energy_joules": "energy_joules", "num_gpu_processes": "num_processes",
+}  # fmt: skip
+_COUNTERS = {"power_watts": "power_watts", "sm_clock_mhz": "sm_clock_mhz", "gpu_busy_share": "gpu_busy_share"}
+
+
+def read_history(folder: Path) -> History | None:
+    """Return the history of a rank; None if it has none, as before Stepscope recorded whole runs."""
+    return load(folder) if (folder / HISTORY_FILE).is_file() else None
+
+
+def run_of(recording: Recording | None, history: History | None) -> Run:
+    """Return the whole run of a recording, of a history that still grows, or of both."""
+    samples = recording.samples if recording is not None else ()
+    position = _Position(history, samples[0].start_ns if samples else 0)
+    blocks = position.blocks(history.blocks) if history is not None else []
+    tracks = {name: track for name, track in position.tracks(history) if track.values} if history is not None else {}
+    last = blocks[-1].step + blocks[-1].num_steps if blocks else 0
+    if recording is not None and samples and len(position.processes) < 2 and samples[-1].step + 1 >= last:
+        blocks = blocks_of_steps(samples, position.origin_ns, len(samples))  # exact
+        tracks |= _tracks_of_steps(recording, position.origin_ns, tracks)
+    facts: Any = recording.facts if recording is not None else {}
+    happenings = (
+        sorted(position.happenings(history.events), key=lambda each: each.start_ns) if history is not None else []
+    )
+    ends = [block.end_ns for block in blocks[-1:]] + [each.start_ns + each.ns for each in happenings]
+    return Run(
+        blocks,
+        began=position.began,
+        end_ns=max(ends, default=0),
+        tracks=tracks,
+        happenings=happenings,
+        places={kind: tuple(sorted(places, key=lambda place: -places[place]))
+                for kind, places in (facts.get("between") or {}).items()},
+    )  # fmt: skip
+
+
+class _Position:
+    """Where the moments and steps of several processes are in one run.
+
+    Each process has a monotonic clock, which stands still while the machine sleeps, and counts its steps from 0.
+    """
+
+    def __init__(self, history: History | None, first_ns: int) -> None:
+        self.processes: Sequence[Process] = history.processes if history is not None else ()
+        self.began = self.processes[0].began if self.processes else None
+        self.origin_ns = self.processes[0].start_ns if self.processes else first_ns
+        steps: dict[int, int] = {}
+        for block in history.blocks if history is not None else ():
+            steps[block.process] = max(steps.get(block.process, 0), block.step + block.num_steps)
+        num = max([len(self.processes), *(process + 1 for process in steps)])
+        self._first_steps = [0, *accumulate(steps.get(process, 0) for process in range(num))]
+        slept = [event for event in history.events if event.event == "suspended"] if history is not None else []
+        self._slept = [(event.process, event.start_ns, event.ns) for event in slept]
+
+    def step(self, each: Block | Event) -> int:
+        return self._first_steps[each.process] + each.step
+
+    def ns(self, process: int, ns: int) -> int:
+        """Return a moment in ns since the beginning; if the machine slept then, the moment it woke up."""
+        if process >= len(self.processes) or self.began is None:
+            return ns - self.origin_ns
+        slept_ns = sum(length for of, at, length in self._slept if of == process and at <= ns)
+        own = self.processes[process]
+        return ns - own.start_ns + slept_ns + round((own.began - self.began) * 1e9)
+
+    def blocks(self, blocks: Sequence[Block]) -> list[TimeBlock]:
+        found = []
+        for block in blocks:
+            start_ns = self.ns(block.process, block.start_ns)
+            between = block.wall_ns - own_ns(block.wall_ns, block.host_ns)
+            # If most steps do something else between them, the median contains it.
+            is_usual = sum(block.num_times.values()) > block.num_steps / 2
+            found.append(
+                TimeBlock(
+                    step=self.step(block),
+                    num_steps=block.num_steps,
+                    window=block.window,
+                    start_ns=start_ns,
+                    end_ns=max(start_ns + block.wall_ns, self.ns(block.process, block.end_ns - 1) + 1),
+                    wall_ns=block.wall_ns,
+                    median_ns=max(1.0, block.median_ns - (between / block.num_steps if is_usual else 0)),
+                    max_ns=block.max_ns,
+                    max_step=self._first_steps[block.process] + block.max_step,
+                    host_ns=block.host_ns,
+                    num_times=block.num_times,
+                    num_compiles=block.num_compiles,
+                    num_tokens=block.num_tokens or 0,
+                    num_samples=block.num_samples or 0,
+                )
+            )
+        return found
+
+    def tracks(self, history: History) -> Iterator[tuple[str, Track]]:
+        for name in _OF_BLOCK:
+            yield name, self._track(history.blocks, attrgetter(name))
+        of_gpu = [block for block in history.blocks if block.gpu is not None]
+        for name, field in _OF_GPU.items():
+            yield name, self._track(of_gpu, attrgetter(f"gpu.{field}"))
+        yield "loss", self._losses(history.blocks)
+
+    def _track(self, blocks: Sequence[Block], value: Callable[[Block], float | None]) -> Track:
+        """Return a figure at the last step of each block."""
+        found = [
+            (self.step(block) + block.num_steps - 1, self.ns(block.process, block.end_ns), number)
+            for block in blocks
+            if (number := value(block)) is not None
+        ]
+        return Track(*zip(*found)) if found else Track((), (), ())
+
+    def _losses(self, blocks: Sequence[Block]) -> Track:
+        found = {}
+        for block in blocks:
+            first = self._first_steps[block.process]
+            for step, loss in ((block.max_loss_step, block.max_loss), (block.loss_step, block.loss)):
+                if step is not None and loss is not None:
+                    share = (step + 1 - block.step) / block.num_steps
+                    ns = block.start_ns + round(share * (block.end_ns - block.start_ns))
+                    found[first + step] = self.ns(block.process, ns), loss
+        ordered = sorted(found.items())
+        return Track([step for step, _ in ordered], [ns for _, (ns, _) in ordered], [y for _, (_, y) in ordered])
+
+    def happenings(self, events: Sequence[Event]) -> Iterator[Happening]:
+        for number, process in enumerate(self.processes[1:], 1):
+            ns = round((process.began - self.processes[0].began) * 1e9)
+            yield Happening(RESTART, self._first_steps[number], ns, 0, None)
+        for event in events:
+            ns = self.ns(event.process, event.start_ns)
+            yield Happening(event.event, self.step(event), ns, event.ns, event.place)
+
+
+def _tracks_of_steps(recording: Recording, origin_ns: int, known: dict[str, Track]) -> Iterator[tuple[str, Track]]:
+    """Yield the losses of exact steps, and NVML's counters where no history has them."""
+    losses = {
+        sample.step: (sample.end_ns - origin_ns, sample.loss)
+        for sample in recording.samples
+        if sample.loss is not None
+    }
+    if (track := known.get("loss")) is not None:
+        losses |= {step: (ns, y) for step, ns, y in zip(track.steps, track.ns, track.values) if step not in losses}
+    if losses:
+        ordered = sorted(losses.items())
+        yield (
+            "loss",
+            Track([step for step, _ in ordered], [ns for _, (ns, _) in ordered], [y for _, (_, y) in ordered]),
+        )
+    for name, field in _COUNTERS.items():
+        if name not in known and (track := _counter_track(recording, field, origin_ns)).values:
+            yield name, track
+
+
+def _counter_track(recording: Recording, field: str, origin_ns: int) -> Track:
+    """Return a counter of NVML as means of stretches, each at the step during which it ends."""
+    counters: list[CounterSample] = [one for one in recording.counters if getattr(one, field) is not None]
+    length = max(1, len(counters) // MOST_BLOCKS)
+    steps, times, values = [], [], []
+    samples, at = recording.samples, 0
+    for i in range(0, len(counters), length):
+        group = counters[i : i + length]
+        while at + 1 < len(samples) and samples[at + 1].start_ns <= group[-1].t_ns:
+            at += 1
+        steps.append(samples[at].step)
+        times.append(group[-1].t_ns - origin_ns)
+        values.append(sum(getattr(one, field) for one in group) / len(group))
+    return Track(steps, times, values)

@@ -1,0 +1,169 @@
+"""What goes wrong in the course of a run: planted at known steps of synthetic histories, and not in clean ones."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from history_maker import MIB, Run, a_week, write_history
+from noisy_machine import noisy_factors
+from stepscope.analysis.run.goodput import goodput, job_goodput
+from stepscope.findings.over_time import findings_over_time
+from stepscope.session.history import load
+from stepscope.session.run import run_of
+
+NUM = 2_000
+
+
+def found(tmp_path, **faults):
+    """Findings of a run by rule; the first evidence of each as a mapping."""
+    run = run_of(None, load(write_history(tmp_path, Run(**{"num_steps": NUM, **faults}))))
+    findings = findings_over_time(run)
+    assert len({each.id for each in findings}) == len(findings)
+    return {each.id: (each, each.evidence[0].rows[0]) for each in findings}
+
+
+def near(step: int):
+    return pytest.approx(step, abs=0.05 * NUM)
+
+
+def test_no_finding_in_20_clean_runs_on_a_noisy_machine(tmp_path):
+    for seed in range(20):
+        factors = noisy_factors(1000 + seed, NUM)
+        assert found(tmp_path / str(seed), seed=seed, noise=0.02, slower=factors.__getitem__) == {}
+
+
+@pytest.mark.parametrize("at", [0, 700])
+def test_a_step_that_grows_one_percent_per_100_steps(tmp_path, at):
+    finding, row = found(tmp_path, slower=lambda step: 1 + max(0, step - at) / 100 * 0.01)["drift"]
+    assert row["kind"] == "drift" and row["step"] == near(at) and row["end_step"] == NUM - 1
+    assert "per 100 steps" in finding.sentence and "in the passes" in finding.sentence
+    lost_ns = sum(95_000_000 * max(0, step - at) / 100 * 0.01 for step in range(NUM))
+    assert finding.saving_ns == pytest.approx(lost_ns / NUM, rel=0.15)
+
+
+def more_collections(step: int) -> float:
+    """One in ten steps, from step 1,200 on two in each: the mean until a step."""
+    return (120 + 2 * (step - 1200)) / step if step >= 1200 else 0.1
+
+
+@pytest.mark.parametrize(
+    ("faults", "figure", "words"),
+    [
+        ({"clock_mhz": lambda step: 1200.0 if step >= 1200 else 1980.0}, "sm_clock_mhz", "from 1,980 MHz to 1,200"),
+        ({"other_processes": lambda step: int(step >= 1200), "clock_mhz": lambda step: 1980.0},
+         "num_gpu_processes", "other processes on the GPU rose from 0 to 1"),
+        ({"collections": more_collections}, "num_collections", "garbage collections"),
+        ({"compile_at": (1200,)}, "num_compiles", "compiles rose"),
+    ],
+)  # fmt: skip
+def test_steps_that_take_longer_at_once_with_what_changed(tmp_path, faults, figure, words):
+    finding, row = found(tmp_path, slower=lambda step: 1.4 if step >= 1200 else 1.0, **faults)["drift"]
+    assert row["kind"] == "step" and row["step"] == near(1200)
+    assert figure in [each["figure"] for each in finding.evidence[1].rows] and words in finding.sentence
+
+
+def test_data_that_becomes_slower_is_named(tmp_path):
+    finding, row = found(tmp_path, data_share=0.2, slower_data=lambda step: 2.5 if step >= 800 else 1.0)["drift"]
+    assert row["step"] == near(800) and "waiting for data" in finding.sentence
+
+
+def test_a_leak_with_its_rate_and_when_memory_runs_out(tmp_path):
+    findings = found(tmp_path, leak_bytes=MIB, total_bytes=16 << 30, clock_mhz=lambda step: 1980.0)
+    finding, row = findings.pop("memory_creep")
+    assert not findings
+    assert row["memory"] == "allocated_bytes" and row["step"] == near(0)
+    assert row["bytes_per_1000_steps"] == pytest.approx(1000 * MIB, rel=0.05)
+    free = (16 << 30) - (8 << 30) - NUM * MIB - 1024 * MIB
+    assert row["steps_left"] == pytest.approx(free / MIB, rel=0.05)
+    assert f"step {NUM - 1 + round(row['steps_left']):,}" in finding.sentence
+
+
+def test_host_memory_leaks_too(tmp_path):
+    assert found(tmp_path, leak_bytes=MIB // 4)["memory_creep"][1]["memory"] == "resident_bytes"
+
+
+def test_checkpoints_and_evaluations_with_their_first_step_and_interval(tmp_path):
+    findings = found(tmp_path, save_every=50, save_ns=600_000_000, evaluate_every=400)
+    for id, every, num, place in (
+        ("checkpoint_cost", 50, 40, "train.py:40 save"),
+        ("evaluation_cost", 400, 5, "train.py:31"),
+    ):
+        finding, row = findings[id]
+        assert row["times"] == num and row["every_steps"] == pytest.approx(every, rel=0.05)
+        assert row["step"] == pytest.approx(every, abs=10) and place in finding.sentence
+    assert findings.keys() == {"checkpoint_cost", "evaluation_cost"}
+
+
+def test_a_loss_that_is_not_a_number(tmp_path):
+    finding, row = found(tmp_path, loss=lambda step: math.nan if step >= 1500 else 3.0 - step / NUM)["loss_anomaly"]
+    assert row["step"] == near(1500) and "NaN" in finding.sentence and "stayed" in finding.sentence
+
+
+@pytest.mark.parametrize(("end", "word"), [(NUM, "stays there"), (1320, "comes back")])
+def test_a_loss_that_jumps(tmp_path, end, word):
+    def loss(step: int) -> float:
+        return (9.0 if 1300 <= step < end else 3.0) - step / NUM + (step % 7) / 50
+
+    finding, row = found(tmp_path, loss=loss)["loss_anomaly"]
+    assert row["step"] == near(1300) and word in finding.sentence
+
+
+def test_a_gradient_scaler_that_doubles_is_no_jump(tmp_path):
+    assert found(tmp_path, loss=lambda step: (3.0 - step / NUM) * (2 if step >= 1000 else 1)) == {}
+
+
+def test_stalls_with_the_longest(tmp_path):
+    finding, row = found(tmp_path, stall_at=(500, 1600), stall_ns=30_000_000_000)["stalls"]
+    assert row["step"] in (500, 1600) and "2 times: 1.00 min" in finding.sentence.replace("60.0 s", "1.00 min")
+
+
+def test_time_of_day_of_every_finding(tmp_path):
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM, step_ns=60_000_000_000))))
+    # 20 s of start-up, then a minute for each step.
+    assert run.ns_of(60) == pytest.approx(20e9 + 3600e9, rel=0.02)
+    assert run.when(60).startswith("step 60 (") and run.when(1999).count(",") == 2  # with the date
+
+
+def test_goodput_adds_up_with_restarts_sleep_and_stalls(tmp_path):
+    faults = {
+        "restart_at": (600,),
+        "suspend_at": (900,),
+        "stall_at": (1500,),
+        "save_every": 200,
+        "evaluate_every": 500,
+    }
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM, compile_at=(300,), **faults))))
+    rows = goodput(run).rows
+    assert sum(rows.values()) == run.end_ns == goodput(run).wall_ns
+    exact = {"start-up": 40, "restarts": 300, "checkpoint": 30, "evaluation": 20, "stalls": 3660}
+    assert {name: rows[name] / 1e9 for name in exact} == pytest.approx(exact, rel=0.01)
+    assert rows["warm-up"] / 1e9 == pytest.approx(20, rel=0.05)
+    assert rows["training"] / 1e9 == pytest.approx(NUM * 0.095, rel=0.02)
+
+
+def test_goodput_of_a_job_counts_the_steps_that_were_repeated(tmp_path):
+    runs = []
+    for number, num_steps in enumerate((700, 2_000)):
+        run = run_of(None, load(write_history(tmp_path / str(number), Run(num_steps=num_steps, save_every=500))))
+        run = type(run)(**{**vars(run), "began": run.began + number * 1_000})
+        runs.append((run, goodput(run)))
+    whole = job_goodput(runs[::-1])
+    assert whole.num_runs == 2 and sum(whole.rows.values()) == whole.wall_ns
+    assert whole.wall_ns == pytest.approx(1_000e9 + runs[1][1].wall_ns)
+    assert whole.rows["repeated steps"] / 1e9 == pytest.approx(200 * 0.095, rel=0.05)
+    assert whole.cost_per_million(3.6) == ("tokens", pytest.approx(whole.wall_ns / 1e9 / (2_700 * 8192) * 1e3))
+
+
+def test_a_week_is_diagnosed_in_bounded_memory(tmp_path):
+    folder = write_history(tmp_path, a_week(slower=lambda step: 1.3 if step >= 4_000_000 else 1.0))
+    code = (
+        "import resource, sys; from pathlib import Path; from stepscope.session.history import load;"
+        "from stepscope.session.run import run_of; from stepscope.findings.over_time import findings_over_time;"
+        "found = findings_over_time(run_of(None, load(Path(sys.argv[1]))));"
+        "print(found[0].evidence[0].rows[0]['step'], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True)
+    step, mebibytes = map(int, done.stdout.split())
+    assert step == pytest.approx(4_000_000, rel=0.01) and mebibytes < 200
