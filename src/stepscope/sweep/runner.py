@@ -127,24 +127,25 @@ def run_points(
 
 def _as_they_end(points: Sequence[Point], run: Callable[[Point], Row], engine: Engine) -> Generator[Row, None, None]:
     """Yield rows as points end, also those that ended before an interruption. Jobs end with this function."""
-    with ThreadPoolExecutor(engine.num_slots, thread_name_prefix="stepscope-point") as threads:
-        left: set[Future[Row]] = {threads.submit(run, point) for point in points}
-        try:
-            for future in as_completed(set(left)):
-                left.discard(future)
+    threads = ThreadPoolExecutor(engine.num_slots, thread_name_prefix="stepscope-point")
+    left: set[Future[Row]] = set()
+    try:
+        left.update(threads.submit(run, point) for point in points)
+        for future in as_completed(set(left)):
+            left.discard(future)
+            yield future.result()
+    except GeneratorExit:
+        raise
+    except BaseException:
+        engine.stop()
+        threads.shutdown(cancel_futures=True)
+        for future in left:
+            if not future.cancelled() and future.exception() is None:
                 yield future.result()
-        except GeneratorExit:
-            raise
-        except BaseException:
-            engine.stop()
-            threads.shutdown(cancel_futures=True)
-            for future in left:
-                if not future.cancelled() and future.exception() is None:
-                    yield future.result()
-            raise
-        finally:
-            engine.stop()
-            threads.shutdown(cancel_futures=True)
+        raise
+    finally:
+        engine.stop()
+        threads.shutdown(cancel_futures=True)
 
 
 def identity(point: Point) -> Row:
