@@ -1,7 +1,11 @@
-"""GPT-2 124M as nanoGPT trains it, eager: bf16 autocast, fused AdamW, flash attention, no torch.compile."""
+"""GPT-2 124M as nanoGPT trains it, eager: bf16 autocast, fused AdamW, flash attention, no torch.compile.
+
+With `--seconds` it ends after that time and prints its own pace; `--evaluate` evaluates once, halfway.
+"""
 
 import argparse
 import math
+import time
 from contextlib import nullcontext
 
 import torch
@@ -10,7 +14,11 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--tiny", action="store_true")
-tiny = parser.parse_args().tiny
+parser.add_argument("--compile", action="store_true")
+parser.add_argument("--seconds", type=float, default=math.inf)
+parser.add_argument("--evaluate", action="store_true")
+asked = parser.parse_args()
+tiny = asked.tiny
 layers, heads, width, vocab, length, batch = (2, 2, 32, 128, 32, 2) if tiny else (12, 12, 768, 50304, 1024, 12)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -67,14 +75,45 @@ groups = [
 ]
 optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=device == "cuda")
 context = torch.autocast("cuda", dtype=torch.bfloat16) if device == "cuda" else nullcontext()
-for step in range(100_000):
-    for group in optimizer.param_groups:
-        group["lr"] = 6e-4 * min(1.0, (step + 1) / 100)
+if asked.compile:
+    model.compile()
+
+
+def batch_of(data):
     starts = torch.randint(len(data) - length, (batch,))
     x = torch.stack([data[i : i + length] for i in starts])
     y = torch.stack([data[i + 1 : i + 1 + length] for i in starts])
     if device == "cuda":
         x, y = x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+    return x, y
+
+
+@torch.no_grad()
+def evaluate():
+    model.eval()
+    with context:
+        losses = [model(*batch_of(data))[1].item() for _ in range(200)]
+    model.train()
+    print(f"step {step}: validation loss {sum(losses) / len(losses):.4f}", flush=True)
+
+
+begun = line_time = time.monotonic()
+line_step = 0
+for step in range(100_000):
+    if (now := time.monotonic()) - begun > asked.seconds:
+        break
+    if asked.seconds < math.inf and now - line_time > asked.seconds / 20:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        print(f"step {step}: {(now - line_time) * 1e3 / (step - line_step):.3f} ms per step", flush=True)
+        if asked.evaluate and now - begun > asked.seconds / 2:
+            asked.evaluate = False
+            evaluate()
+        line_time, line_step = time.monotonic(), step
+    for group in optimizer.param_groups:
+        group["lr"] = 6e-4 * min(1.0, (step + 1) / 100)
+    x, y = batch_of(data)
     with context:
         _, loss = model(x, y)
     loss.backward()
