@@ -87,11 +87,13 @@ def _trend(row: Trend, span: str) -> str:
     ends = " to ".join(dict.fromkeys(cell(row.name, end) for end in (min(known), max(known)))) if known else "unknown"
     said = f"{row.title} in {span}: {ends}. Now {row.value}"
     detail = f"<span>{escape(row.detail)}</span>" if row.detail else ""
+    lines = "".join(_lines(row.y, row.from_zero))
     return (
         f"<figure><figcaption><h2>{escape(row.title)}</h2><b>{escape(row.value)}</b></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(said)}">'
-        f'{"".join(_lines(row.y, row.from_zero))}</svg><p class="ends"><span>{escape(ends)}</span>{detail}</p></figure>'
+        f"{lines}</svg>"
+        f'<p class="ends"><span>{escape(ends)}</span>{detail}</p></figure>'
     )
 
 
