@@ -22,7 +22,7 @@ from stepscope.findings.saving_interval import COVERAGE, FACTORS, fitted, kind_o
 
 CAUSES = {
     "resnet_layout": ["memory_layout"], "padded_batches": ["padding"], "types_embedding": ["serialized_scatter"],
-    "checkpoint_often": ["between_steps", "noisy_steps"], "rope_every_layer": ["unfused_elementwise"],
+    "checkpoint_often": ["checkpoint_cost", "noisy_steps"], "rope_every_layer": ["unfused_elementwise"],
     "compiled_with_prints": ["graph_breaks"], "weight_average": ["parameter_loop"],
     "nanogpt_eager": ["unfused_elementwise"], "empty_cache": ["allocator_churn"],
     "math_attention": ["handwritten_attention"], "grad_checkpoint": ["checkpointing_with_free_memory"],

@@ -15,6 +15,7 @@ from stepscope.findings import rules
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Finding
 from stepscope.findings.groups import Group, grouped, ranked
+from stepscope.findings.over_time import RULES as OVER_TIME
 from stepscope.findings.rule import RULES
 from stepscope.findings.saving_interval import COVERAGE, with_interval
 from stepscope.findings.unclaimed import UNCLAIMED, unclaimed_time
@@ -115,10 +116,10 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     try:
         ledger = case.ledger
         claims = Claims(ledger)
-        claimed = [claims.claimed(finding) for finding in findings]
+        claimed = [_claimed(claims, finding) for finding in findings]
         found, findings = findings, [finding for finding in claimed if _is_kept(finding, case)]
         groups = grouped(case, claims, found, findings)
-        findings = [with_interval(finding, ledger) for finding in findings]
+        findings = [each if each.id in OVER_TIME else with_interval(each, ledger) for each in findings]
         clean += sorted({one.id for one in claimed} - {one.id for one in findings})
         unclaimed_ns = sum(claims.unclaimed().values())
         if UNCLAIMED not in suppressed:
@@ -155,9 +156,23 @@ def _failure(error: BaseException) -> str:
     return f"This check failed ({what}). The others are not affected."
 
 
+def _claimed(claims: Claims, finding: Finding) -> Finding:
+    """Return a finding with what it claims of the ledger.
+
+    A finding about the whole run keeps its saving: the ledger is of typical steps, at the beginning of a long run.
+    """
+    found = claims.claimed(finding)
+    return replace(finding, claims=found.claims) if finding.id in OVER_TIME else found
+
+
 def _is_kept(finding: Finding, case: Case) -> bool:
     """Return whether a finding is still worth reporting after its saving was cut to what the ledger holds."""
-    return finding.saving_ns is None or finding.saving_bytes is not None or case.is_worth(finding.saving_ns)
+    return (
+        finding.id in OVER_TIME
+        or finding.saving_ns is None
+        or finding.saving_bytes is not None
+        or case.is_worth(finding.saving_ns)
+    )
 
 
 def _binds(case: Case, busy_share: float | None, ledger: Ledger | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ from stepscope.recorder.windows import Windows
 
 if TYPE_CHECKING:
     from stepscope.recorder.loop import Loop
+
+JOB_VARIABLES = ("STEPSCOPE_JOB", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 
 def run_facts(
@@ -26,6 +29,7 @@ def run_facts(
         "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
         "git": git_revision(script_folder),
         "started_at": now(),
+        **({"job": job} if (job := job_id()) else {}),
     }
 
 
@@ -39,6 +43,14 @@ def loop_facts(loop: Loop, num_steps: int, num_dropped: int) -> dict[str, Any]:
         "num_lines_dropped": num_dropped,
     }
     return {"steps": steps, "between": {kind: dict(places) for kind, places in loop.between.places.items()}}
+
+
+def job_id() -> str | None:
+    """Return what recordings of one job have in common when it is restarted; None if nothing says it."""
+    for name in JOB_VARIABLES:
+        if value := os.environ.get(name):
+            return value if name == JOB_VARIABLES[0] else f"{name}={value}"
+    return None
 
 
 def file_hash(path: Path) -> str | None:

@@ -20,6 +20,7 @@ from stepscope.analysis.memory.allocator_events import trace_memory
 from stepscope.analysis.memory.left_behind import MemoryGrowth, growth_between_steps, growth_in_window
 from stepscope.analysis.precision.casts import casts
 from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAccount, account_of, device_name
+from stepscope.analysis.run.series import Run
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.structure.work import with_sizes, work
@@ -35,6 +36,7 @@ from stepscope.devices import Device, find_device
 from stepscope.errors import ABOUT_GPUS, Unavailable, if_available
 from stepscope.formatting import duration, plural, whole_percent
 from stepscope.session.places import Places, places_of_stretches, places_of_work
+from stepscope.session.run import read_history, run_of
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
@@ -46,8 +48,7 @@ LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
 class Case:
     """One rank's trace, with the recording and the other ranks' accounts where there are any.
 
-    A table is computed when a rule asks for it, once, and covers the typical steps of the trace. A table that only
-    one rule needs is made there, with `within`. Unavailable says what to run to get what is missing.
+    A table is computed once, when a rule asks for it, of the typical steps. Unavailable says what to run to get it.
     """
 
     path: Path
@@ -86,6 +87,11 @@ class Case:
         return dict(self._recording.compiler or {}) if self._recording is not None else {}
 
     @cached_property
+    def run(self) -> Run:
+        """The whole run, from its first step to its last (`session/run.py`)."""
+        return run_of(self.recording, read_history(self.recording.folder))
+
+    @cached_property
     def clean_ns(self) -> float | None:
         """The median step time without the profiler, if a recording measured it."""
         if self._recording is None or self.summary.step_ns is None:
@@ -115,8 +121,8 @@ class Case:
     def notes(self) -> tuple[str, ...]:
         """Which of several traces this is, whether it is complete, and what of the recording could not be read."""
         damaged = self._recording.warnings if self._recording is not None else ()
-        is_cut_off = self._trace is not None and self._trace.facts.is_cut_off
-        cut = ("the trace is cut off: GPU work is written last, and may be missing",) if is_cut_off else ()
+        is_cut = self._trace is not None and self._trace.facts.is_cut_off
+        cut = ["the trace is cut off: GPU work is written last, and may be missing"] if is_cut else []
         return (*self._notes, *cut, *damaged)
 
     @cached_property
@@ -179,10 +185,7 @@ class Case:
         if not self.replay.events:
             if self.linked.trace.facts.is_cut_off:
                 raise Unavailable("The trace is cut off, and GPU work is written last. Record it again.")
-            if (
-                self._recording is not None
-                and (self._recording.facts.get("environment") or {}).get("device") == "cpu"
-            ):
+            if self.is_on_cpu:
                 raise Unavailable(ABOUT_GPUS)
             raise Unavailable("The trace has no GPU work. Record on a GPU, with ProfilerActivity.CUDA.")
         return self.all_work.filter(pl.col("event").is_in(self.replay.events))

@@ -21,6 +21,7 @@ from stepscope.trace.sweep_file import Sweep, read_sweep
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.sweeps import SweepSummary
     from stepscope.analysis.ranks.rank_account import Analysis, RankAccount
+    from stepscope.analysis.run.series import Run
     from stepscope.analysis.structure.links import Linked
     from stepscope.analysis.time.summary import Summary
     from stepscope.session.case import Case
@@ -113,6 +114,13 @@ class Session:
         from stepscope.analysis.time.summary import summary_of
 
         return summary_of(self.recording)
+
+    @cached_property
+    def run(self) -> Run:
+        """The whole run of a recording, from its first step to its last."""
+        from stepscope.session.run import read_history, run_of
+
+        return run_of(self.recording, read_history(self.path))
 
     @cached_property
     def rank_folders(self) -> dict[int, Path]:

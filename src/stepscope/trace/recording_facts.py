@@ -18,6 +18,9 @@ class RecordingFacts(TypedDict, total=False):
     git: dict[str, Any] | None
     """Revision of the script's repository and whether it was modified; null without a repository."""
     started_at: str
+    job: str
+    """What recordings of one job have in common when it is restarted: `STEPSCOPE_JOB`, `SLURM_JOB_ID` or
+    `TORCHELASTIC_RUN_ID`; absent if none is set."""
     finished_at: str
     exit_code: int  # the script's exit code; absent for `stepscope.record()`
     exception: str
@@ -91,6 +94,7 @@ SCHEMA: dict[str, Any] = {
     "config_hash": TEXT,
     "git": {"revision~": TEXT, "modified~": FLAG},
     "started_at": TEXT,
+    "job": TEXT,
     "finished_at": TEXT,
     "exit_code": INTEGER,
     "exception": TEXT,

@@ -62,7 +62,7 @@ class Sentinel:
         remove_all(self._patches)
 
 
-SHARED_FACTS = ("command", "config", "config_hash", "git", "started_at")
+SHARED_FACTS = ("command", "config", "config_hash", "git", "started_at", "job")
 CLOSES_FIRST = 100  # priority among multiprocessing's finalizers
 
 _child: Child | None = None
