@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         report,
         sql,
         step,
+        trigger,
         tune,
         verify,
         what_if,
@@ -75,7 +76,7 @@ __all__ = [
     "RecordingError", "Session", "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable",
     "UsageError", "Verification", "WhatIf", "Windows", "__version__", "analyze", "audit", "bench", "compare",
     "configure_precision", "diagnose", "export", "hang", "improve", "log", "open", "phase", "plan", "read", "record",
-    "report", "sql", "step", "tune", "verify", "what_if",
+    "report", "sql", "step", "trigger", "tune", "verify", "what_if",
 ]  # fmt: skip
 _MODULES = {
     "analysis.comparison.compare": "Comparison",

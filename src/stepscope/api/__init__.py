@@ -5,10 +5,12 @@ from stepscope.api.reading import analyze, compare, diagnose, export, hang, read
 from stepscope.api.recording import Recorder, audit, configure_precision, phase, record, step
 from stepscope.api.sweeps import bench, plan
 from stepscope.api.tracking import log
+from stepscope.api.triggering import trigger
 from stepscope.api.tuning import tune
 from stepscope.api.verification import verify
 
 __all__ = [
     "Recorder", "analyze", "audit", "bench", "compare", "configure_precision", "diagnose", "export", "hang",
-    "improve", "log", "phase", "plan", "read", "record", "report", "sql", "step", "tune", "verify", "what_if",
+    "improve", "log", "phase", "plan", "read", "record", "report", "sql", "step", "trigger", "tune", "verify",
+    "what_if",
 ]  # fmt: skip

@@ -69,10 +69,13 @@ class Recorder(ContextDecorator):
         log_to: Sequence[str] = (),
         metrics_file: str | os.PathLike[str] | None = None,
         otlp: bool = False,
+        when: Sequence[str] = (),
+        limit: int = 3,
     ) -> None:
         if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step > 0):
             raise UsageError(f"tokens_per_step is {tokens_per_step!r}: it must be a positive integer")
         self.folder = Path(folder)
+        self._when, self._limit = tuple(when), limit
         self._log_to, self._metrics_file, self._otlp = log_to, metrics_file, otlp
         self._live_log: LiveLog | None = None
         self._model, self._optimizer, self._windows = model, optimizer, windows
@@ -87,6 +90,7 @@ class Recorder(ContextDecorator):
         if current.session is not None:
             raise UsageError(f"already recording to {current.session.folder}: one recording per process at a time")
         from stepscope.recorder.files import prepare_folder
+        from stepscope.recorder.history.conditions import parse
         from stepscope.recorder.processes.rank import rank_and_world_size
         from stepscope.recorder.run_facts import run_facts
         from stepscope.recorder.session import Session
@@ -98,6 +102,8 @@ class Recorder(ContextDecorator):
             )
         targets, rank = self._targets()
         try:
+            for condition in self._when:
+                parse(condition)
             prepare_folder(self.folder, self._force, keep_ranks=rank_and_world_size()[1] > 1)
             windows = self._windows or Windows()
             self._session = Session(
@@ -107,6 +113,8 @@ class Recorder(ContextDecorator):
                 optimizer=self._optimizer,
                 tokens_per_step=self._tokens_per_step,
                 facts=run_facts(sys.argv, windows, self._tokens_per_step, Path.cwd(), module=False),
+                when=self._when,
+                limit=self._limit,
             )
         except ValueError as error:
             raise RecordingError(str(error)) from None
@@ -168,21 +176,26 @@ def record(
     log_to: str | Sequence[str] = (),
     metrics_file: str | os.PathLike[str] | None = None,
     otlp: bool = False,
+    when: str | Sequence[str] = (),
+    limit: int = 3,
 ) -> Recorder:
     """Return a recorder of the steps of a block of code: a context manager and a decorator.
 
     Its `.result` is the card. Stepscope finds the model and the optimizer by itself in most loops; naming the model
     includes the first steps too. `windows` sets how many steps are warm-up, timed and traced. `force` replaces a
     recording that exists. `log_to` names trackers that show the run live (`"tensorboard:logs"`), `metrics_file` is
-    written for Prometheus, and `otlp` sends to an OpenTelemetry collector: see docs/trackers.md. With
-    STEPSCOPE_DISABLE=1 it costs nothing.
+    written for Prometheus, and `otlp` sends to an OpenTelemetry collector: see docs/trackers.md. `when`
+    names conditions for further windows (`"step_time > 1.5x"`), each taken at most `limit` times: see
+    docs/whole-run.md. With STEPSCOPE_DISABLE=1 it costs nothing.
 
     >>> with record("runs/example", model=model) as rec:  # doctest: +SKIP
     ...     for batch in batches:
     ...         rec.step(loss=train_step(batch))
     """
     names = [log_to] if isinstance(log_to, str) else log_to
-    return Recorder(folder, model, optimizer, windows, tokens_per_step, force, names, metrics_file, otlp)
+    conditions = (when,) if isinstance(when, str) else when
+    logs = names, metrics_file, otlp
+    return Recorder(folder, model, optimizer, windows, tokens_per_step, force, *logs, conditions, limit)
 
 
 def audit(

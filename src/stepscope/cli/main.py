@@ -19,6 +19,7 @@ from stepscope.version import __version__
 GROUPS = {
     "for your training script": {
         "run": "measure a training script without editing it",
+        "trigger": "take a trace or a memory window from a running job",
         "improve": "try what makes it faster, and keep what pays",
         "verify": "measure whether a fix pays off: step time and losses",
     },

@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--metrics-file", type=Path, metavar="FILE", help="write figures for Prometheus's node_exporter")
     add("--otlp", action="store_true", help="send figures to an OpenTelemetry collector")
+    add("--when", action="append", default=[], metavar="CONDITION", help="take more windows: 'step_time > 1.5x'")
+    add("--limit", type=int, default=3, metavar="N", help="most windows for each --when (default 3)")
     add("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
     add("--quiet", action="store_true", help="suppress progress output and the card")
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m")
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the script and print its card; exceptions and the exit code are the script's own."""
     from stepscope.recorder import wall
+    from stepscope.recorder.history.conditions import parse
     from stepscope.recorder.processes import launch, start
     from stepscope.recorder.processes.imports import AfterImport
     from stepscope.recorder.windows import Windows
@@ -88,6 +91,10 @@ def main(arguments: argparse.Namespace) -> int:
             repeat=arguments.repeat,
             memory=0 if arguments.no_memory else 1,
         )
+        for condition in arguments.when:
+            parse(condition)
+        if arguments.limit < 1:
+            raise ValueError(f"--limit is {arguments.limit}: it must be 1 or more")
         if arguments.memory and arguments.no_memory:
             raise ValueError("--memory and --no-memory exclude each other")
         if arguments.tokens_per_step is not None and arguments.tokens_per_step <= 0:
@@ -197,6 +204,8 @@ class _Run:
             inference=self._arguments.inference,
             memory_in_full=self._arguments.memory,
             fix=fix,
+            when=tuple(self._arguments.when),
+            limit=self._arguments.limit,
             is_quiet=self._arguments.quiet,
         )
         pass_on(self._options.to_json())

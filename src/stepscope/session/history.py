@@ -65,6 +65,15 @@ def recent_steps(folder: Path, most: int = 20_000) -> tuple[StepSample, ...]:
     return tuple(found[-most:])
 
 
+def host_of(folder: Path) -> str | None:
+    """Return the machine on which a history was begun; None if that is not known."""
+    try:
+        processes = Lines().add(Tail(folder / HISTORY_FILE).first_line()).processes
+    except OSError:
+        return None
+    return processes[0].host if processes else None
+
+
 def rank_folders(folder: Path) -> list[Path]:
     """Return the folders of a run's ranks, in order; the first is `folder` itself.
 

@@ -105,6 +105,11 @@ class Tail:
         self._offset = 0
         self.was_replaced = False
 
+    def first_line(self) -> list[bytes]:
+        """Return the first line, if it is there."""
+        with open_file(self._path) as stream:
+            return [stream.readline(1 << 16)]
+
     def lines(self, to_the_end: bool = False) -> list[bytes]:
         """Return new lines; the first time, those of the last `most_bytes`.
 

@@ -37,7 +37,7 @@ class Control:
         self.has_news = False
         self._run, self._rank, self._history, self._num_ranks = run, rank, history, num_ranks
         self._given = [Standing(number=0, when=text, limit=limit) for text in when]
-        self._armed: Request | None = None
+        self._armed: dict[int, Request] = {}  # by their first step
         self._busy_until = 0
         self._asked: deque[Request] = deque()  # from the writer's thread
         self._answers: deque[tuple[int, dict[str, Any]]] = deque()  # to it
@@ -55,29 +55,31 @@ class Control:
             request = self._asked.popleft()
             number, first = request.number, request.step or 0
             if request.is_withdrawn:
-                if self._armed is not None and self._armed.number == number:
-                    self._armed = self.armed_step = None
+                for at in [at for at, armed in self._armed.items() if armed.number == number]:
+                    del self._armed[at]
                     self.answer(number, requests.WITHDRAWN, step)
                 continue
-            free_from = max(free_from, self._busy_until)
-            if self._armed is not None:
-                free_from = max(free_from, (self._armed.step or 0) + self._armed.num_steps)
-            if first < max(step, free_from):
+            taken = [range(at, at + each.num_steps) for at, each in self._armed.items()]
+            last = first + request.num_steps - 1
+            if first < max(step, free_from, self._busy_until) or any(
+                r.start <= last and first < r.stop for r in taken
+            ):
+                free_from = max(free_from, self._busy_until, *(each.stop for each in taken))
                 self.answer(number, requests.LATE, step, free_from=free_from)
             else:
-                self._armed, self.armed_step = request, first
+                self._armed[first] = request
                 self.answer(number, requests.ARMED, step, first=first)
-        if self.armed_step is not None and self._armed is not None and step > self.armed_step:
-            self.answer(self._armed.number, requests.LATE, step, free_from=free_from)
-            self._armed = self.armed_step = None
+        for at in [at for at in self._armed if at < step]:
+            self.answer(self._armed.pop(at).number, requests.LATE, step, free_from=step)
+        self.armed_step = min(self._armed, default=None)
 
     def take(self, step: int) -> Request | None:
         """Return the window that begins with this step."""
-        if self._armed is None or self.armed_step != step:
-            return None
-        found, self._armed, self.armed_step = self._armed, None, None
-        self._busy_until = step + found.num_steps
-        self.answer(found.number, requests.RUNNING, step, first=step)
+        found = self._armed.pop(step, None)
+        self.armed_step = min(self._armed, default=None)
+        if found is not None:
+            self._busy_until = step + found.num_steps
+            self.answer(found.number, requests.RUNNING, step, first=step)
         return found
 
     def answer(self, number: int, state: str, step: int, **details: Any) -> None:
@@ -100,9 +102,9 @@ class Control:
 
     def close(self, status: str) -> None:
         """Answer what can no longer be taken."""
-        if self._armed is not None:
-            text = f"the run {status} before step {self.armed_step}"
-            self.answer(self._armed.number, requests.REFUSED, self._history.last_step, reason=text)
+        for at, request in self._armed.items():
+            text = f"the run ended ({status}) before step {at}"
+            self.answer(request.number, requests.REFUSED, self._history.last_step, reason=text)
         while self._answers:
             self._write(*self._answers.popleft())
 

@@ -64,6 +64,18 @@ class Standing(Wanted):
     limit: int = 3
 
 
+def checked(**wanted: Any) -> dict[str, Any]:
+    """Return what a window should record; ValueError that says what is wrong with it."""
+    for name, most in (("trace", MOST_TRACED), ("clean", MOST_CLEAN)):
+        if not 0 <= wanted[name] <= most:
+            raise ValueError(f"{name} is {wanted[name]}: it must be between 0 and {most:,}")
+    if not (wanted["trace"] or wanted["clean"] or wanted["memory"]):
+        raise ValueError("the window would be empty: ask for traced steps, timed steps or memory")
+    if wanted["stacks"] and not wanted["trace"]:
+        raise ValueError("stacks are part of a trace: ask for traced steps too")
+    return wanted
+
+
 def read_requests(run: Path) -> list[Request | Standing]:
     """Return the requests in a run's folder, in order; without those that cannot be read."""
     found: list[Request | Standing] = []

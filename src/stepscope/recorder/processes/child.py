@@ -107,6 +107,8 @@ def session_of(
         inference=options.inference,
         memory_in_full=options.memory_in_full,
         is_script=True,
+        when=options.when,
+        limit=options.limit,
         on_roots=None if fixes is None else fixes.use_roots,
         progress=progress,
     )

@@ -29,6 +29,8 @@ class Options:
     memory_in_full: bool = False
     fix: str | None = None  # fixes of `stepscope verify`, as in `AppliedFixes`
     is_quiet: bool = False
+    when: tuple[str, ...] = ()  # conditions for further windows
+    limit: int = 3  # on how many windows, for each
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "folder": os.fspath(self.folder)})
@@ -36,4 +38,5 @@ class Options:
     @classmethod
     def from_json(cls, text: str) -> "Options":
         fields = json.loads(text)
-        return cls(**{**fields, "folder": Path(fields["folder"]), "windows": Windows(**fields["windows"])})
+        converted = {"folder": Path(fields["folder"]), "windows": Windows(**fields["windows"])}
+        return cls(**{**fields, **converted, "when": tuple(fields["when"])})
