@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         trigger,
         tune,
         verify,
+        watch,
         what_if,
     )
     from stepscope.document.card import Card
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     )
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.finding import Finding
+    from stepscope.findings.run_status import RunStatus
     from stepscope.findings.what_if import WhatIf
     from stepscope.planner.plan import Plan
     from stepscope.planner.prediction import Prediction
@@ -73,10 +75,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Analysis", "Card", "Comparison", "Diagnosis", "Document", "DtypeAudit", "Finding", "Hang", "Improvement",
     "MissingDependencyError", "NotComparableError", "Plan", "PrecisionChange", "Prediction", "Recorder",
-    "RecordingError", "Session", "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable",
+    "RecordingError", "RunStatus", "Session", "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable",
     "UsageError", "Verification", "WhatIf", "Windows", "__version__", "analyze", "audit", "bench", "compare",
     "configure_precision", "diagnose", "export", "hang", "improve", "log", "open", "phase", "plan", "read", "record",
-    "report", "sql", "step", "trigger", "tune", "verify", "what_if",
+    "report", "sql", "step", "trigger", "tune", "verify", "watch", "what_if",
 ]  # fmt: skip
 _MODULES = {
     "analysis.comparison.compare": "Comparison",
@@ -93,6 +95,7 @@ _MODULES = {
     "UsageError",
     "findings.diagnose": "Diagnosis",
     "findings.finding": "Finding",
+    "findings.run_status": "RunStatus",
     "findings.what_if": "WhatIf",
     "planner.plan": "Plan",
     "planner.prediction": "Prediction",

@@ -8,9 +8,11 @@ from stepscope.api.tracking import log
 from stepscope.api.triggering import trigger
 from stepscope.api.tuning import tune
 from stepscope.api.verification import verify
+from stepscope.api.watching import watch
 
 __all__ = [
     "Recorder", "analyze", "audit", "bench", "compare", "configure_precision", "diagnose", "export", "hang",
     "improve", "log", "phase", "plan", "read", "record", "report", "sql", "step", "trigger", "tune", "verify",
+    "watch",
     "what_if",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ BUILDERS = {
     "Improvement": "improvement:improvement_document",
     "MemoryAnalysis": "sections.memory:memory_document",
     "Plan": "plan:plan_document",
+    "RunStatus": "run_status:run_document",
     "SweepSummary": "sweep_table:sweep_document",
     "Tuning": "tuning:tuning_document",
     "Verification": "verification:verification_document",

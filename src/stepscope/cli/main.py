@@ -20,6 +20,7 @@ GROUPS = {
     "for your training script": {
         "run": "measure a training script without editing it",
         "trigger": "take a trace or a memory window from a running job",
+        "watch": "watch a run that goes on, in the terminal or a page",
         "improve": "try what makes it faster, and keep what pays",
         "verify": "measure whether a fix pays off: step time and losses",
     },

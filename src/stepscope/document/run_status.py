@@ -1,0 +1,181 @@
+"""A run that goes on, as `stepscope watch` shows it. Standard library only."""
+
+from collections.abc import Iterator
+
+from stepscope.analysis.time.loop_time import BETWEEN
+from stepscope.document.model import (
+    Bars,
+    Document,
+    Fact,
+    Facts,
+    Notes,
+    Part,
+    Section,
+    Series,
+    Table,
+    Trend,
+    Trends,
+    Value,
+)
+from stepscope.findings.run_status import OUTSIDE, RunStatus
+from stepscope.formatting import cell, count, duration, elapsed, plural, safe, significant, size, span, whole_percent
+
+_PARTS = {
+    "unattributed": "training step",
+    "before_forward": "before forward",
+    "before_backward": "before backward",
+    OUTSIDE: OUTSIDE,
+    **BETWEEN,
+}
+_MOST_PARTS, _MOST_LOST, _MOST_NOTES = 8, 4, 8
+
+
+def run_document(status: RunStatus) -> Document:
+    """Return a run as it is now; every screen and page of `watch` is made from this."""
+    parts: list[Part] = []
+    if trends := tuple(_trends(status)):
+        parts.append(Trends(trends, elapsed(status.span_s)))
+    if status.warnings:
+        more = len(status.warnings) - _MOST_NOTES
+        texts = [warning.text for warning in status.warnings[:_MOST_NOTES]]
+        parts.append(Notes((*texts, *([f"{plural(more, 'more warning')} in --json."] if more > 0 else []))))
+    parts += [Facts(tuple(_facts(status)))]
+    if status.parts:
+        parts.append(_bars(status))
+    if len(status.ranks) > 1:
+        parts.append(_ranks(status))
+    if status.events:
+        parts.append(_events(status))
+    return Document(safe(status.folder), verdict_of(status), (Section("run", "Run", tuple(parts)),))
+
+
+def verdict_of(status: RunStatus) -> str:
+    """Return the run in a sentence or two: a line of a log."""
+    steps = f"{status.num_steps:,}" + (f" of {status.num_planned:,}" if status.num_planned else "")
+    if not status.num_steps and status.state in ("starting", "running"):
+        return "Waiting for the first step."
+    after = f"after {elapsed(status.elapsed_s)} and {plural(status.num_steps, 'step')}"
+    if status.state == "finished":
+        return f"The run finished {after}."
+    if status.state == "failed":
+        return f"The run failed {after}."
+    if status.state == "died":
+        return f"The run died {after}: its process is gone."
+    if status.state == "silent":
+        silent_s = min(rank.silent_s for rank in status.ranks)
+        return f"No step has ended for {elapsed(silent_s)}. The last one was step {status.num_steps - 1:,}."
+    pace = f", {throughput(status)}" if status.per_s else ""
+    left = f" About {elapsed(status.left_s)} left." if status.left_s is not None else ""
+    return f"Step {steps}{pace}.{left}{_trouble(status)}"
+
+
+def _trouble(status: RunStatus) -> str:
+    """Return which ranks do not go on while others do."""
+    ranks = [rank for rank in status.ranks if rank.state not in ("running", "starting")]
+    if len(ranks) > 1:
+        return f" {len(ranks)} of {len(status.ranks)} ranks do not go on."
+    texts = {"silent": "is silent", "died": "has died", "failed": "has failed", "finished": "has finished"}
+    return "".join(f" {safe(rank.name, 60).capitalize()} {texts[rank.state]}." for rank in ranks)
+
+
+def throughput(status: RunStatus) -> str:
+    """Return the throughput of all ranks: `81.2 k tokens/s`."""
+    return f"{_number(status.per_s or 0.0)} {status.unit}/s"
+
+
+def _number(value: float) -> str:
+    return count(value) if value >= 1e4 else significant(value)
+
+
+def _trends(status: RunStatus) -> Iterator[Trend]:
+    found = status.series
+    first = status.ranks[0]
+    ranks = f"{len(status.ranks)} ranks; line: rank 0" if len(status.ranks) > 1 and status.unit != "steps" else ""
+    if status.per_s is not None and "per_s" in found:
+        yield Trend("throughput", throughput(status), found["per_s"], "per_s", ranks)
+    if status.step_ns is not None and "step_ns" in found:
+        yield Trend("step time", duration(status.step_ns, 3), found["step_ns"], "step_ns")
+    if status.loss is not None and "loss" in found:
+        at = f"step {status.loss_step:,}" if status.loss_step is not None else ""
+        yield Trend("loss", significant(status.loss, 4), found["loss"], "loss", at, from_zero=False)
+    if first.memory_bytes is not None and "memory_bytes" in found:
+        name = "GPU memory" if first.total_bytes else "memory"
+        of = f"of {size(first.total_bytes)}" if first.total_bytes else "resident"
+        yield Trend(name, size(first.memory_bytes), found["memory_bytes"], "memory_bytes", of)
+    if first.power_watts is not None and "power_watts" in found:
+        busy = f"busy {cell('share', first.gpu_busy_share)}" if first.gpu_busy_share is not None else ""
+        yield Trend("GPU power", cell("power_watts", first.power_watts), found["power_watts"], "power_watts", busy)
+    if first.sm_clock_mhz is not None and "sm_clock_mhz" in found:
+        yield Trend("GPU clock", cell("sm_clock_mhz", first.sm_clock_mhz), found["sm_clock_mhz"], "sm_clock_mhz")
+
+
+def _facts(status: RunStatus) -> Iterator[Fact]:
+    yield Fact("run", str(status.folder), status.script)
+    restarts = plural(status.num_restarts, "restart") if status.num_restarts else ""
+    yield Fact("ran for" if status.is_over else "running for", elapsed(status.elapsed_s), restarts)
+    if status.goodput is not None:
+        lost = [f"{name} {span(ns)}" for name, ns in list(status.lost_ns.items())[:_MOST_LOST]]
+        yield Fact("goodput", whole_percent(status.goodput), f"lost: {', '.join(lost)}" if lost else "")
+    if status.left_s is not None:
+        yield Fact("time left", elapsed(status.left_s), "at the pace of the last hour")
+
+
+def _bars(status: RunStatus) -> Bars:
+    shown = status.parts[:_MOST_PARTS]
+    rest_ns = sum(part.ns for part in status.parts[_MOST_PARTS:])
+    labels = [_PARTS.get(part.name, part.name) for part in shown] + ["other"] * bool(rest_ns)
+    values = [part.ns for part in shown] + [rest_ns] * bool(rest_ns)
+    title = f"where the last {elapsed(status.parts_s)} went"
+    return Bars(id="parts", title=title, labels=labels, series=(Series("time", values),), unit="time_ns")
+
+
+def _ranks(status: RunStatus) -> Table:
+    """Return the ranks, those in trouble and those behind first."""
+    order = {"died": 0, "failed": 1, "silent": 2, "starting": 3}
+    ranks = sorted(status.ranks, key=lambda rank: (order.get(rank.state, 4), rank.num_steps))
+    columns: dict[str, list[Value]] = {
+        "rank": [rank.name.removeprefix("rank ") for rank in ranks],
+        "state": [rank.state for rank in ranks],
+        "num_steps": [rank.num_steps for rank in ranks],
+        "step_time_ns": [rank.step_ns for rank in ranks],
+        "data_share": [rank.data_share for rank in ranks],
+        "memory_bytes": [rank.memory_bytes for rank in ranks],
+        "gpu_busy_share": [rank.gpu_busy_share for rank in ranks],
+        "power_watts": [rank.power_watts for rank in ranks],
+        "sm_clock_mhz": [rank.sm_clock_mhz for rank in ranks],
+        "host": [rank.host for rank in ranks],
+    }
+    known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    screen = ("rank", "state", "num_steps", "step_time_ns", "memory_bytes", "power_watts", "data_share",
+              "sm_clock_mhz", "gpu_busy_share", "host")  # fmt: skip
+    return Table("ranks", "ranks", known, num_shown=8, screen=screen)
+
+
+def _events(status: RunStatus) -> Table:
+    events = status.events[::-1]
+    return Table(
+        "events",
+        "latest events",
+        {
+            "time": [event.clock for event in events],
+            "step": [event.step for event in events],
+            "event": [_PARTS.get(event.kind, event.kind).replace("_", " ") for event in events],
+            "took": [span(event.seconds * 1e9) for event in events],
+            "place": [event.place or "" for event in events],
+        },
+        num_shown=5,
+    )
+
+
+def line_of(status: RunStatus) -> str:
+    """Return the figures in one line, for a log."""
+    first = status.ranks[0]
+    if not status.num_steps or status.state not in ("running", "starting"):
+        return verdict_of(status)
+    of = f" of {status.num_planned:,}" if status.num_planned else ""
+    found = [f"step {status.num_steps:,}{of}", throughput(status) if status.per_s else ""]
+    found += [f"loss {significant(status.loss, 4)}" if status.loss is not None else ""]
+    found += [size(first.memory_bytes) if first.memory_bytes else ""]
+    found += [f"goodput {whole_percent(status.goodput)}" if status.goodput is not None else ""]
+    found += [f"{elapsed(status.left_s)} left" if status.left_s is not None else ""]
+    return "  ".join(filter(None, found))
