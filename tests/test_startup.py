@@ -54,6 +54,7 @@ def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
         COMMAND.format(words=["list", "fixes"]),
         COMMAND.format(words=["show", "run"]),
         COMMAND.format(words=["show", "run", "--json"]),
+        COMMAND.format(words=["watch", "run", "--once"]),
         "import stepscope",
         "import stepscope; stepscope.step()",
         "import stepscope\n    with stepscope.phase('data'): pass",
