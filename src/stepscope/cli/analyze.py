@@ -29,11 +29,12 @@ import argparse
 import gc
 import os
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.support.options import add_source_arguments, opened, positive
-from stepscope.cli.support.output import print_document
+from stepscope.cli.support.output import print_document, write
 from stepscope.errors import StepscopeError, UsageError
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         with opened(arguments, arguments.paths) as session:
             analysis = session.analyze(arguments.step)
+    if arguments.json and not views:
+        write(chain(analysis.json_text(most), "\n"))
+        return 0
     print_document(lambda: document_of(analysis, top), lambda: analysis.to_json(most), arguments.json)
     return 0
 

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from stepscope.analysis.ranks.hangs import Divergence, Hang, RankCall
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table
+from stepscope.document.sections.many_ranks import numbers
 from stepscope.document.tables import columns_of, known
 from stepscope.formatting import listed, plural, safe
 
 _MOST_RANKS = 16
+_MOST_TEXT = 120
 
 
 def hang_document(hang: Hang) -> Document:
@@ -71,15 +73,9 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     >>> _ranks((3,)), _ranks((0, 1, 2, 3, 7))
     ('Rank 3', 'Ranks 0-3, 7')
     """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = [f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans[:_MOST_RANKS]]
-    more = f" and {len(ranks):,} in all" if len(spans) > _MOST_RANKS else ""
-    return f"Rank{'s' * (len(ranks) > 1)} {', '.join(shown)}{more}"
+    text = numbers(sorted(ranks))
+    more = f"; {len(ranks):,} in all" if len(text) > _MOST_TEXT else ""
+    return f"Rank{'s' * (len(ranks) > 1)} {safe(text, _MOST_TEXT)}{more}"
 
 
 def _parts(hang: Hang) -> Iterator[Part]:

@@ -36,6 +36,7 @@ from stepscope.devices import Device, find_device
 from stepscope.errors import ABOUT_GPUS, Unavailable, if_available
 from stepscope.formatting import duration, plural, whole_percent
 from stepscope.session.places import Places, places_of_stretches, places_of_work
+from stepscope.session.rank_accounts import RankAccounts
 from stepscope.session.run import read_history, run_of
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
@@ -56,7 +57,7 @@ class Case:
     rank: int = 0
     _recording: Recording | None = None
     _window: Callable[[], dict[str, Any]] | None = None  # reads the recording's memory window
-    _ranks: tuple[RankAccount, ...] = ()
+    _ranks: RankAccounts | None = None
     _notes: tuple[str, ...] = ()
     _summary: Callable[[Recording], Summary] = summary_of
 
@@ -132,7 +133,7 @@ class Case:
     @cached_property
     def analysis(self) -> Analysis:
         """Where the time goes on every rank."""
-        return Analysis.of(self._ranks or (self.account,))
+        return self._ranks.analysis() if self._ranks else Analysis.of((self.account,))
 
     @property
     def across(self) -> AcrossRanks:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope import errors
 from stepscope.errors import RecordingError, Unavailable, UsageError, if_available
+from stepscope.session.rank_accounts import RankAccounts
 from stepscope.trace.kind import Kind, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
@@ -20,7 +21,7 @@ from stepscope.trace.sweep_file import Sweep, read_sweep
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.sweeps import SweepSummary
-    from stepscope.analysis.ranks.rank_account import Analysis, RankAccount
+    from stepscope.analysis.ranks.rank_account import Analysis
     from stepscope.analysis.run.series import Run
     from stepscope.analysis.structure.links import Linked
     from stepscope.analysis.time.summary import Summary
@@ -165,18 +166,16 @@ class Session:
         traces = self._ranks(rank)
         # Reading releases the interpreter and importing needs little else: this saves 0.15 s.
         Thread(target=import_module, args=("stepscope.analysis.ranks.rank_account",), daemon=True).start()
-        accounts: dict[int, RankAccount] = {}
+        accounts = RankAccounts()
         for opened in traces:
             from stepscope.analysis.ranks.rank_account import account
             from stepscope.trace.find import two_of_one_rank
 
-            if opened.rank in accounts:
-                raise two_of_one_rank(opened.rank, Path(accounts[opened.rank].path), opened.path)
-            accounts[opened.rank] = account(opened.trace, opened.rank, step)
+            if (other := accounts.path_of(opened.rank)) is not None:
+                raise two_of_one_rank(opened.rank, Path(other), opened.path)
+            accounts.add(account(opened.trace, opened.rank, step))
             del opened  # before the next is read
-        from stepscope.analysis.ranks.rank_account import Analysis
-
-        return Analysis.of(list(accounts.values()))
+        return accounts.analysis()
 
     @cached_property
     def case(self) -> Case:
@@ -191,12 +190,13 @@ class Session:
         if files is None:  # a recording without a trace still answers some rules
             return Case(self.path, None, 0, recording, window, _summary=lambda _: self.summary)
         first: RankTrace | None = None
-        accounts, notes, is_known = [], [], True
+        accounts, notes, is_known = RankAccounts(), [], True
         for opened in self._ranks():
             first = opened if first is None or opened.rank < first.rank else first
             is_known = is_known and opened.is_known
             if len(files) > 1 and self.rank is None:
-                accounts.append(account(opened.trace, opened.rank))
+                accounts.add(account(opened.trace, opened.rank))
+            del opened  # before the next is read
         assert first is not None, "a path without traces is refused before"
         if accounts:
             which = f"of {len(files)} traces this is rank {first.rank}, {first.path.name}"
@@ -204,7 +204,7 @@ class Session:
         if accounts and not is_known:
             unknown = "neither the traces nor their names say their ranks"
             notes.append(f"{unknown}: of different runs, name one file at a time")
-        facts = recording, window, tuple(accounts), tuple(notes)
+        facts = recording, window, accounts, tuple(notes)
         return Case(self.path, first.trace, first.rank, *facts, _summary=lambda _: self.summary)
 
     @cached_property

@@ -144,6 +144,7 @@ def collectives_by_size(table: pl.DataFrame) -> pl.DataFrame:
         .with_columns(
             bandwidth(all_bytes, total).alias("algorithm_bandwidth_bytes_per_s"),
             bandwidth(all_bytes * bus_factor(), total).alias("bus_bandwidth_bytes_per_s"),
+            pl.col(pl.Categorical).cast(pl.String),
         )
         .sort("total_ns", *keys, descending=[True, False, False, False, False])
     )

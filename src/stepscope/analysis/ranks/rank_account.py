@@ -16,12 +16,13 @@ from stepscope.analysis.kernels.ops import modules, ops
 from stepscope.analysis.memory.allocator_events import MemorySummary, memory_summary, memory_timeline
 from stepscope.analysis.ranks import side_by_side
 from stepscope.analysis.ranks.collectives import collectives, collectives_by_size
+from stepscope.analysis.ranks.streamed_json import plain, text_of
 from stepscope.analysis.structure.intervals import last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked, Share, link
-from stepscope.analysis.structure.nesting import last_started
 from stepscope.analysis.structure.steps import Steps, at_times
 from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
-from stepscope.analysis.time.idle_causes import idle_causes, idle_gaps, with_next_work
+from stepscope.analysis.time.idle_causes import idle_causes, idle_gaps
+from stepscope.analysis.time.longest_gaps import longest_gaps
 from stepscope.analysis.time.phases import PHASES
 from stepscope.analysis.time.syncs import syncs, syncs_summary
 from stepscope.border import limit
@@ -30,8 +31,6 @@ from stepscope.errors import UsageError
 from stepscope.trace.assemble import nest
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import Trace
-
-_NUM_GAPS = 1000  # number of gaps listed individually; finding the host's activity costs a search each
 
 
 @dataclass(frozen=True)
@@ -229,87 +228,87 @@ def phase_table(linked: Linked) -> pl.DataFrame:
     return table.select("phase", "host_ns", share.alias("host_share"), "device_ns", "num_kernels")
 
 
-def longest_gaps(linked: Linked, gaps: pl.DataFrame) -> pl.DataFrame:
-    """Return the thousand longest idle gaps with main `cause`, `step`, `host` (open events of the launching thread,
-    outermost first) and `next_kernel`, the longest first."""
-    length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
-    longest = (
-        gaps.with_columns(length)
-        .sort("duration_ns", descending=True)
-        .group_by("gap", maintain_order=True)
-        .agg(
-            pl.col("start_ns").min(),
-            pl.col("end_ns").max(),
-            pl.col("cause").first().cast(pl.String),
-            ((pl.col("start_ns") + pl.col("end_ns")) // 2).first().alias("middle"),
-        )
-        .with_columns(length)
-        .sort("duration_ns", "start_ns", descending=[True, False])
-        .head(_NUM_GAPS)
-    )
-    longest = with_next_work(longest, linked.device)
-    host, next_kernel = _open_at(linked.host, longest["launch"], longest["middle"]), pl.col("name").cast(pl.String)
-    return longest.select("start_ns", "duration_ns", "cause", "step", host, next_kernel.alias("next_kernel"))
-
-
-def _open_at(host: pl.DataFrame, launches: pl.Series, times_ns: pl.Series) -> pl.Series:
-    """Return the four innermost names open on the launching threads at some moments, outermost first."""
-    is_overhead = host["kind"] == "overhead"
-
-    def passes(row: pl.Series) -> pl.Series:
-        return ((host["end_ns"].gather(row) <= times_ns) | is_overhead.gather(row)).fill_null(False)
-
-    row = last_started(host, host["thread"].gather(launches), times_ns)
-    names: list[pl.Series] = []
-    for place in range(4):
-        while (passed := passes(row)).any():
-            row = host["parent"].gather(row).zip_with(passed, row)
-        names.append(host["name"].gather(row).cast(pl.String).alias(str(place)))
-        row = host["parent"].gather(row)
-    joined = pl.concat_str(names[::-1], separator=" > ", ignore_nulls=True)
-    return pl.select(pl.when(names[0].is_not_null()).then(joined).alias("host"))["host"]
-
-
 SCHEMA_VERSION = 1
 NUM_ROWS = 8  # default number of rows in lists of names on a terminal
 _ALL = 2**32
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """The part of a rank's account that is needed of every rank at once: a few KiB."""
+
+    rank: int
+    path: str
+    num_events: int
+    num_steps: int
+    base_time_ns: int
+    gpu_time: GpuTime
+    host_ns: dict[str, float]  # by phase; per step if there are steps
+    collectives: pl.DataFrame  # each text of it once, as a category
+    warnings: tuple[str, ...]
+
+
+def summary_of_rank(account: RankAccount) -> RankSummary:
+    num_steps = account.steps.height
+    return RankSummary(
+        account.rank,
+        account.path,
+        account.num_events,
+        num_steps,
+        account.base_time_ns,
+        account.gpu_time,
+        {phase: ns / max(1, num_steps) for phase, ns in account.phases.select("phase", "host_ns").iter_rows()},
+        # The text of a group lists its ranks: with a thousand, several KiB for each call.
+        account.collectives.with_columns(pl.col(pl.String).cast(pl.Categorical)),
+        account.warnings,
+    )
 
 
 @dataclass(frozen=True, repr=False)
 class Analysis(Shown):
     """Every rank's account, and how the ranks affect each other."""
 
-    ranks: tuple[RankAccount, ...]
+    ranks: Sequence[RankAccount]  # by rank; of many, all but the first few are read from a file when asked for
+    summaries: tuple[RankSummary, ...]
     across: AcrossRanks | None  # none for a single rank
 
     @classmethod
-    def of(cls, accounts: Sequence[RankAccount]) -> Analysis:
-        """Return the analysis of ranks from their accounts."""
-        ordered = tuple(sorted(accounts, key=lambda account: account.rank))
-        return cls(ordered, across_ranks(ordered) if len(ordered) > 1 else None)
+    def of(cls, accounts: Sequence[RankAccount], summaries: Sequence[RankSummary] = ()) -> Analysis:
+        """Return the analysis of ranks from their accounts; with summaries, the accounts are in order."""
+        ordered = accounts if summaries else sorted(accounts, key=lambda account: account.rank)
+        every = tuple(summaries) or tuple(map(summary_of_rank, ordered))
+        return cls(ordered, every, across_ranks(every) if len(every) > 1 else None)
 
     @property
     def warnings(self) -> list[str]:
         """Problems with the files; with several ranks, each names its rank, or says that every rank has it."""
-        if len(self.ranks) == 1:
-            return list(self.ranks[0].warnings)
-        shared = set.intersection(*(set(rank.warnings) for rank in self.ranks))
-        own = [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.warnings if text not in shared]
-        return [*own, *(f"every rank: {text}" for text in self.ranks[0].warnings if text in shared)]
+        ranks = self.summaries
+        if len(ranks) == 1:
+            return list(ranks[0].warnings)
+        shared = set.intersection(*(set(rank.warnings) for rank in ranks))
+        own = [f"rank {rank.rank}: {text}" for rank in ranks for text in rank.warnings if text not in shared]
+        return [*own, *(f"every rank: {text}" for text in ranks[0].warnings if text in shared)]
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Return one object of plain values, with at most `most` rows in lists of names (docs/analyze.md)."""
+        return dict(plain(self._tree(most)))
+
+    def json_text(self, most: int | None = None) -> Iterator[str]:
+        """Yield the JSON of `to_json` in pieces, one rank in memory at a time."""
+        return text_of(self._tree(most))
+
+    def _tree(self, most: int | None) -> dict[str, Any]:
         first, limit = self.ranks[0], _ALL if most is None else most
         return {
             "schema_version": SCHEMA_VERSION,
             "trace": {
                 "device": first.device_name,
-                "ranks": [rank.rank for rank in self.ranks],
-                "events": sum(rank.num_events for rank in self.ranks),
-                "steps": max(rank.steps.height for rank in self.ranks),
+                "ranks": [rank.rank for rank in self.summaries],
+                "events": sum(rank.num_events for rank in self.summaries),
+                "steps": max(rank.num_steps for rank in self.summaries),
                 "warnings": self.warnings,
             },
-            "ranks": [_rank_json(rank, limit) for rank in self.ranks],
+            "ranks": (_rank_json(rank, limit) for rank in self.ranks),
             "across_ranks": _across_json(self.across, limit) if self.across else None,
         }
 
@@ -324,7 +323,7 @@ class AcrossRanks:
     table: pl.DataFrame  # each rank's GPU time side by side
 
 
-def across_ranks(accounts: Sequence[RankAccount]) -> AcrossRanks:
+def across_ranks(accounts: Sequence[RankSummary]) -> AcrossRanks:
     matched = side_by_side.match_collectives({account.rank: account.collectives for account in accounts})
     clocks = side_by_side.clock_alignment(matched, {account.rank: account.base_time_ns for account in accounts})
     table = side_by_side.rank_table({account.rank: account.gpu_time for account in accounts})
@@ -333,14 +332,14 @@ def across_ranks(accounts: Sequence[RankAccount]) -> AcrossRanks:
 
 def _across_json(across: AcrossRanks, most: int) -> dict[str, Any]:
     return {
-        "gpu_time": across.table.to_dicts(),
+        "gpu_time": across.table,
         "unmatched_collectives": across.matched.unlinked.to_json(),
-        "unmatched_reasons": across.matched.unmatched.to_dicts(),
-        "clocks": across.clocks.to_dicts(),
-        "stragglers": across.stragglers.ranks.to_dicts(),
+        "unmatched_reasons": across.matched.unmatched,
+        "clocks": across.clocks,
+        "stragglers": across.stragglers.ranks,
         "num_clamped": across.stragglers.num_clamped,
-        "waits": across.stragglers.pairs.head(most).to_dicts(),
-        "collectives": across.stragglers.calls.sort("wait_ns", descending=True).head(most).to_dicts(),
+        "waits": across.stragglers.pairs.head(most),
+        "collectives": across.stragglers.calls.sort("wait_ns", descending=True).head(most),
     }
 
 
@@ -355,14 +354,14 @@ def _rank_json(rank: RankAccount, most: int) -> dict[str, Any]:
         **{name: getattr(rank, name) for name in ("is_cut_off", "step_source", "phase_source", "module_source")},
         "gpu_time": rank.gpu_time.to_json(),
         "gpu_time_by_device": {str(index): time.to_json() for index, time in rank.gpu_time_by_device.items()},
-        **{name: getattr(rank, name).to_dicts() for name in whole},
-        **{name: getattr(rank, name).head(most).to_dicts() for name in names},
+        **{name: getattr(rank, name) for name in whole},
+        **{name: getattr(rank, name).head(most) for name in names},
         "num_kernel_launches_per_step": rank.launches["num_kernel_launches_per_step"],
         "launches": rank.launches,
-        "roofline": {**rank.roofline_summary.to_json(), "ops": rank.roofline.head(most).to_dicts()},
+        "roofline": {**rank.roofline_summary.to_json(), "ops": rank.roofline.head(most)},
         "memory": [summary.to_json() for summary in rank.memory],
-        "memory_timeline": rank.memory_timeline.to_dicts(),
-        "collectives": collectives_by_size(rank.collectives).head(most).to_dicts(),
+        "memory_timeline": rank.memory_timeline,
+        "collectives": collectives_by_size(rank.collectives).head(most),
         "unlinked": {name: share.to_json() for name, share in rank.unlinked.items()},
-        "events_by_category": rank.counts.to_dicts(),
+        "events_by_category": rank.counts,
     }

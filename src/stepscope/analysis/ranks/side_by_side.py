@@ -62,7 +62,7 @@ def match_collectives(per_rank: Mapping[int, pl.DataFrame]) -> Matched:
     lost = pl.concat([part.select("rank", "reason") for part in (rows, checked)]).drop_nulls("reason")
     return Matched(
         calls.select("call", "group", "group_size", "collective", "step", "rank", "bytes", "start_ns", "end_ns",
-                     "duration_ns"),
+                     "duration_ns").with_columns(pl.col(pl.Categorical).cast(pl.String)),
         lost.group_by("rank", "reason").agg(num_kernels=_NUM).sort("rank", "reason"),
         Share(lost.height, rows.height),
         tuple(sorted(per_rank)),

@@ -8,6 +8,7 @@ from stepscope.document.card import Card
 from stepscope.document.findings import findings_part
 from stepscope.document.ledger import ledger_parts
 from stepscope.document.model import Fact, Facts, Missing, Part, Text
+from stepscope.document.sections.many_ranks import numbers
 from stepscope.document.sections.time import STEP_SOURCES, gpu_time_parts, step_parts_of_summary, step_parts_of_trace
 from stepscope.document.tables import known, mapping
 from stepscope.document.trace_facts import caveats, trace_facts
@@ -60,7 +61,7 @@ def _trace_steps(session: Session, diagnosis: Diagnosis) -> Iterator[Fact]:
 
 
 def _trace_measurement(session: Session) -> Iterator[Fact]:
-    yield Fact("events", f"{sum(rank.num_events for rank in session.analysis.ranks):,}")
+    yield Fact("events", f"{sum(rank.num_events for rank in session.analysis.summaries):,}")
     yield Fact("overhead", "unknown", "`stepscope run` also times steps without the profiler")
     if session.analysis.ranks[0].is_cut_off:
         yield Fact("cut off", "the file ends early", "GPU events come last and may be missing")
@@ -86,9 +87,9 @@ def _environment(session: Session) -> Iterator[Fact]:
 
 
 def _trace_environment(session: Session) -> Iterator[Fact]:
-    facts, ranks = session.linked.trace.facts, session.analysis.ranks
-    yield Fact("device", _text(ranks[0].device_name))
-    yield Fact("ranks", ", ".join(str(rank.rank) for rank in ranks) if len(ranks) > 1 else "")
+    facts, ranks = session.linked.trace.facts, [rank.rank for rank in session.analysis.summaries]
+    yield Fact("device", _text(session.analysis.ranks[0].device_name))
+    yield Fact("ranks", numbers(ranks) if len(ranks) > 1 else "")
     yield Fact("world size", _text(facts.world_size))
     yield from (Fact(name.replace("_", " "), version) for name, version in facts.versions.items())
     flags = {"shapes": facts.has_shapes, "stacks": facts.has_stacks, "memory": facts.has_memory}

@@ -9,6 +9,7 @@ from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis
 from stepscope.analysis.ranks.side_by_side import REASONS
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text, Value
+from stepscope.document.sections import many_ranks
 from stepscope.document.tables import columns_of, mapping, plain, table_of
 from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import RecordingError, Unavailable
@@ -16,6 +17,7 @@ from stepscope.formatting import cell, percent, plural
 from stepscope.session import Session
 
 _MOST_RANKS = 32
+_MOST_PAIRS = 1000  # of more than 32 ranks: every pair would be a million rows
 _SPLIT = {
     "compute": ("compute_ns", "forward"),
     "communication, exposed": ("exposed_communication_ns", "communication"),
@@ -43,9 +45,9 @@ def parts(session: Session) -> tuple[Part, ...]:
         if not recordings and not collectives:
             raise Unavailable(_ONE)
         return (*recordings, *collectives, Missing(_ONE))
-    numbers = Fact("ranks", ", ".join(str(rank.rank) for rank in analysis.ranks))
-    facts = Facts((numbers, *rank_facts(across)))
-    return (*recordings, facts, *_gpu_time(across), *_waits(across), *collectives, *_clocks(across))
+    facts = Facts((Fact("ranks", many_ranks.numbers(across.table["rank"].to_list())), *rank_facts(across)))
+    several = many_ranks.parts(analysis) if across.table.height > many_ranks.MANY else ()
+    return (*recordings, facts, *several, *_gpu_time(across), *_waits(across), *collectives, *_clocks(across))
 
 
 def _recordings(session: Session) -> Iterator[Table]:
@@ -81,7 +83,8 @@ def _gpu_time(across: AcrossRanks) -> Iterator[Part]:
     worst = idlest.row(0, named=True)
     caption = f"Rank {worst['rank']} is idle the most, {percent(worst['idle_share'])} of its window."
     split = {name: part for name, part in _SPLIT.items() if table[part[0]].sum()}
-    yield _bars("ranks", "GPU time of each rank", table, split, caption)
+    if table.height <= many_ranks.MANY:
+        yield _bars("ranks", "GPU time of each rank", table, split, caption)
     yield rank_table(across)
 
 
@@ -104,12 +107,15 @@ def _waits(across: AcrossRanks) -> Iterator[Part]:
     if found.calls.is_empty():
         yield Missing("who waits for whom: no collective is in the traces of two ranks")
         return
-    if len(found.ranks) > 1:
+    if 1 < len(found.ranks) <= many_ranks.MANY:
         caption = f"{percent(found.wait_share)} of it is waiting for the last rank."
         yield _bars("stragglers", "time in matched collectives", found.ranks, _COLLECTIVE_SPLIT, caption)
     note = "caused wait: how long other ranks waited for this one; certain: by more than the clocks' uncertainty"
     yield table_of(found.ranks, "stragglers", "who comes last", num_shown=_MOST_RANKS, note=note)
-    yield table_of(found.pairs, "waits", "who waits for whom", "rank waits_for_rank:last_rank wait_ns num_calls")
+    pairs, most = found.pairs, _MOST_PAIRS if len(found.ranks) > many_ranks.MANY else len(found.pairs)
+    note = f"the {most:,} longest of {pairs.height:,}" if most < pairs.height else ""
+    names = "rank waits_for_rank:last_rank wait_ns num_calls"
+    yield table_of(pairs.head(most), "waits", "who waits for whom", names, note=note)
     names = "call collective step bytes num_ranks last_rank wait_ns transfer_ns lead_ns is_certain"
     calls = found.calls.sort("wait_ns", descending=True)
     title = "collectives with the longest waits"
@@ -122,7 +128,7 @@ def _waits(across: AcrossRanks) -> Iterator[Part]:
 
 
 def _collectives(analysis: Analysis) -> Iterator[Part]:
-    table = collectives_by_size(pl.concat([rank.collectives for rank in analysis.ranks]))
+    table = collectives_by_size(pl.concat([rank.collectives for rank in analysis.summaries]))
     if table.is_empty():
         return
     rate = "bus_bandwidth_bytes_per_s"

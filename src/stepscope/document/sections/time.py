@@ -141,7 +141,7 @@ def analysis_document(analysis: Analysis, num_rows: int = NUM_ROWS) -> Document:
 def _source(analysis: Analysis) -> Iterator[Fact]:
     first, num_ranks = analysis.ranks[0], len(analysis.ranks)
     name = Path(first.path).name if num_ranks == 1 else f"{num_ranks} ranks"
-    yield Fact("trace", name, plural(sum(rank.num_events for rank in analysis.ranks), "event"))
+    yield Fact("trace", name, plural(sum(rank.num_events for rank in analysis.summaries), "event"))
     yield Fact("device", first.device_name or ("unnamed GPU" if first.gpu_time.window_ns else "no GPU"))
     if num := first.steps.height:
         mean = f"{plural(num, 'step')} of {duration(int(first.steps['duration_ns'].sum()) / num)}"
