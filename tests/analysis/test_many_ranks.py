@@ -55,7 +55,7 @@ def test_a_full_disk_is_one_sentence(accounts, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     stored = RankAccounts()
-    with pytest.raises(StepscopeError, match="No space left on device. Set TMPDIR"):
+    with pytest.raises(StepscopeError, match=r"No space left on device\. Set TMPDIR"):
         for each in accounts[: KEPT + 1]:
             stored.add(each)
 
