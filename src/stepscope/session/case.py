@@ -14,8 +14,7 @@ from stepscope.analysis.kernels.copies import copies
 from stepscope.analysis.kernels.extra_work import nan_checks, recomputed
 from stepscope.analysis.kernels.fusible import logits, segments, with_fused_ns
 from stepscope.analysis.kernels.kernels import kernel_sizes
-from stepscope.analysis.memory.account import Account
-from stepscope.analysis.memory.account import account as account_for_memory
+from stepscope.analysis.memory import account as memory_account
 from stepscope.analysis.memory.allocator_events import trace_memory
 from stepscope.analysis.memory.left_behind import MemoryGrowth, growth_between_steps, growth_in_window
 from stepscope.analysis.precision.casts import casts
@@ -100,9 +99,9 @@ class Case:
         return self.summary.step_ns.median
 
     @cached_property
-    def memory(self) -> Account:
+    def memory(self) -> memory_account.Account:
         """What was live at the peak, from the recording's memory window or the trace's memory events."""
-        return account_for_memory(trace_memory(self.linked) if self._window is None else self._window())
+        return memory_account.account(trace_memory(self.linked) if self._window is None else self._window())
 
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:
