@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 
@@ -25,7 +26,9 @@ class TriggeredWindow:
         self._windows = Windows(
             warmup=WARMUP_STEPS, clean=request.clean, trace=request.trace, memory=1 if request.memory else 0
         )
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # another rank may have made the one around it
+        if (folder / files.SAMPLES_FILE).exists():
+            raise FileExistsError(errno.EEXIST, "it exists")
         self.samples = Samples(folder, writer)
         facts = {name: probes.facts[name] for name in SHARED_FACTS if name in probes.facts}
         facts["started_at"] = now()
