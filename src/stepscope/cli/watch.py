@@ -13,6 +13,7 @@ examples:
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -53,6 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError("--port is for --serve")
     if arguments.serve and (arguments.json or arguments.once):
         raise UsageError("--serve shows a page: leave out --json and --once")
+    gc.set_threshold(200_000, 20, 20)  # the history of a week is many objects, and none of them is garbage
     run = watched(arguments.run, arguments.steps)
     if arguments.serve:
         return _serve(run, arguments.every or SCREEN_S, arguments.port)
@@ -95,9 +97,9 @@ def _draw(run: "WatchedRun", every_s: float) -> int:
     """Draw a run until it ends or somebody presses q; what was last on the screen stays on the terminal."""
     from stepscope.cli.support.screen import Screen
 
-    status = run.status()
+    status = run.status(with_rules=False)  # the rules take as long as all else
     with Screen() as screen:
-        read_s = time.monotonic()
+        read_s = -every_s
         while not status.is_over:
             columns, _ = screen.size
             clock = time.strftime("%H:%M:%S")
@@ -106,7 +108,7 @@ def _draw(run: "WatchedRun", every_s: float) -> int:
                 break
             if time.monotonic() - read_s >= every_s:
                 status, read_s = run.status(), time.monotonic()
-    write([_text(status, _width()), "\n"])
+    write([_text(run.status() if status.is_over else status, _width()), "\n"])
     return 0
 
 

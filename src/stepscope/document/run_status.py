@@ -17,14 +17,14 @@ from stepscope.document.model import (
     Trends,
     Value,
 )
-from stepscope.findings.run_status import OUTSIDE, RunStatus
+from stepscope.findings.run_status import PACE_S, RunStatus
 from stepscope.formatting import cell, count, duration, elapsed, plural, safe, significant, size, span, whole_percent
 
 _PARTS = {
     "unattributed": "training step",
     "before_forward": "before forward",
     "before_backward": "before backward",
-    OUTSIDE: OUTSIDE,
+    "other": "rest of the loop",
     **BETWEEN,
 }
 _MOST_PARTS, _MOST_LOST, _MOST_NOTES = 8, 4, 8
@@ -117,14 +117,17 @@ def _facts(status: RunStatus) -> Iterator[Fact]:
         lost = [f"{name} {span(ns)}" for name, ns in list(status.lost_ns.items())[:_MOST_LOST]]
         yield Fact("goodput", whole_percent(status.goodput), f"lost: {', '.join(lost)}" if lost else "")
     if status.left_s is not None:
-        yield Fact("time left", elapsed(status.left_s), "at the pace of the last hour")
+        yield Fact(
+            "time left", elapsed(status.left_s), f"at the pace of the last {elapsed(min(PACE_S, status.span_s))}"
+        )
 
 
 def _bars(status: RunStatus) -> Bars:
-    shown = status.parts[:_MOST_PARTS]
-    rest_ns = sum(part.ns for part in status.parts[_MOST_PARTS:])
-    labels = [_PARTS.get(part.name, part.name) for part in shown] + ["other"] * bool(rest_ns)
-    values = [part.ns for part in shown] + [rest_ns] * bool(rest_ns)
+    sums: dict[str, int] = {}
+    for place, part in enumerate(status.parts):
+        label = _PARTS.get(part.name, part.name) if place < _MOST_PARTS else "other"
+        sums[label] = sums.get(label, 0) + part.ns
+    labels, values = zip(*sorted(sums.items(), key=lambda each: -each[1]))
     title = f"where the last {elapsed(status.parts_s)} went"
     return Bars(id="parts", title=title, labels=labels, series=(Series("time", values),), unit="time_ns")
 

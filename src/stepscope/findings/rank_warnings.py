@@ -9,7 +9,7 @@ from stepscope.session.watch import Rank
 
 
 @dataclass(frozen=True)
-class Warning:
+class RunWarning:
     """Something that is wrong, or was."""
 
     id: str  # of a rule; or `silent_rank`, `dead_rank`, `ended_rank`, `missing_ranks`, `damaged_history`
@@ -17,13 +17,13 @@ class Warning:
     text: str
 
 
-def rank_warnings(ranks: Sequence[Rank]) -> Iterator[Warning]:
+def rank_warnings(ranks: Sequence[Rank]) -> Iterator[RunWarning]:
     """Yield what is wrong with the ranks; what is wrong with the figures is for the rules to say."""
     world = max((_world_size(rank) for rank in ranks), default=1)
     present = {rank.number for rank in ranks}
     if missing := [str(number) for number in islice((each for each in range(world) if each not in present), 9)]:
         names = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-        yield Warning("missing_ranks", "", f"Not recorded: rank {names} of {world:,}.")
+        yield RunWarning("missing_ranks", "", f"Not recorded: rank {names} of {world:,}.")
     is_over = all(rank.is_over for rank in ranks)
     for state in ("died", "silent", "failed", "finished"):
         of_state = [rank for rank in ranks if rank.state == state and not (state == "finished" and is_over)]
@@ -31,17 +31,17 @@ def rank_warnings(ranks: Sequence[Rank]) -> Iterator[Warning]:
     for rank in ranks:
         if rank.history.num_unread:
             lines = plural(rank.history.num_unread, "line")
-            yield Warning("damaged_history", rank.name, f"{lines} of {rank.name}'s history could not be read.")
+            yield RunWarning("damaged_history", rank.name, f"{lines} of {rank.name}'s history could not be read.")
 
 
-def _ranks_in_trouble(ranks: Sequence[Rank]) -> Iterator[Warning]:
+def _ranks_in_trouble(ranks: Sequence[Rank]) -> Iterator[RunWarning]:
     """Yield a sentence per rank of one state, or one for many."""
     if len(ranks) > _MOST_NAMED:
         behind = min(ranks, key=lambda rank: rank.num_steps)
         did = _DID[behind.state].format(since=f"at least {elapsed(min(rank.silent_s for rank in ranks))}")
         names = listed_ranks(ranks)
         which = f"furthest behind: {behind.name}{_where(behind)} after {plural(behind.num_steps, 'step')}"
-        yield Warning(f"{_IDS[behind.state]}", "many", f"{len(ranks):,} ranks {did} ({names}); {which}.")
+        yield RunWarning(f"{_IDS[behind.state]}", "many", f"{len(ranks):,} ranks {did} ({names}); {which}.")
         return
     for rank in ranks:
         did = _DID[rank.state].format(since=elapsed(rank.silent_s)).replace("have", "has")
@@ -52,7 +52,7 @@ def _ranks_in_trouble(ranks: Sequence[Rank]) -> Iterator[Warning]:
         }.get(rank.state, "")
         who = f"{rank.name[:1].upper()}{rank.name[1:]}{_where(rank)}"
         after = f"after {plural(rank.num_steps, 'step')}"
-        yield Warning(_IDS[rank.state], rank.name, f"{who} {did} {after}{why}.")
+        yield RunWarning(_IDS[rank.state], rank.name, f"{who} {did} {after}{why}.")
 
 
 _MOST_NAMED = 3

@@ -16,7 +16,7 @@ from stepscope.analysis.time.loop_time import MEASURING, TRAINING
 from stepscope.display import Shown
 from stepscope.findings.finding import Finding
 from stepscope.findings.over_time import findings_over_time
-from stepscope.findings.rank_warnings import Warning, rank_warnings
+from stepscope.findings.rank_warnings import RunWarning, rank_warnings
 from stepscope.session.run import run_of
 from stepscope.session.watch import RECENT_NS, Rank, State, Watch
 
@@ -45,7 +45,7 @@ class RankStatus:
     state: State
     num_steps: int
     step_ns: float | None  # wall-clock time per step
-    data_share: float | None  # of its time, in the last minutes
+    data_share: float | None  # of the time of its last block of steps
     memory_bytes: int | None  # reserved on the GPU; without one, resident
     total_bytes: int | None  # of the GPU
     gpu_busy_share: float | None
@@ -104,7 +104,7 @@ class RunStatus(Shown):
     ranks: tuple[RankStatus, ...]
     events: tuple[Event, ...]
     """The last ones."""
-    warnings: tuple[Warning, ...]
+    warnings: tuple[RunWarning, ...]
     span_s: float
     """How long each series is."""
     series: Mapping[str, Sequence[float | None]]
@@ -138,7 +138,7 @@ class WatchedRun:
         self._run = Run(())
         self._goodput: Goodput | None = None
         self._checked: object = None  # what the rules have seen
-        self._found: tuple[Warning, ...] = ()
+        self._found: tuple[RunWarning, ...] = ()
 
     def status(self, with_rules: bool = True) -> RunStatus:
         """Return the run now; RecordingError if its folder was deleted. Without rules it is faster."""
@@ -151,7 +151,7 @@ class WatchedRun:
         if with_rules and self._checked != key:
             found = findings_over_time(self._run)
             self._checked = key
-            self._found = tuple(Warning(each.id, str(number), each.sentence) for number, each in _numbered(found))
+            self._found = tuple(RunWarning(each.id, str(number), each.sentence) for number, each in _numbered(found))
         warnings = (*rank_warnings(ranks), *self._found)
         return status_of(self._watch.folder, ranks, self._run, self._goodput, warnings, self._num_planned)
 
@@ -169,7 +169,7 @@ def status_of(
     ranks: Sequence[Rank],
     run: Run,
     goodput: Goodput | None,
-    warnings: tuple[Warning, ...],
+    warnings: tuple[RunWarning, ...],
     num_planned: int | None,
 ) -> RunStatus:
     """Return the status of a run: `ranks` as they are now, `run` and `goodput` of the first."""

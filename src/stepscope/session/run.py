@@ -1,6 +1,6 @@
 """A recording's whole run as series: exact steps where all of them were kept, otherwise the blocks of its history."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
@@ -118,21 +118,14 @@ class _Position:
         return found
 
     def tracks(self, history: History) -> Iterator[tuple[str, Track]]:
+        blocks = history.blocks
+        # At the last step of each block; a week has 10,000 of them.
+        ends = [(self.step(block) + block.num_steps - 1, self.ns(block.process, block.end_ns)) for block in blocks]
         for name in _OF_BLOCK:
-            yield name, self._track(history.blocks, attrgetter(name))
-        of_gpu = [block for block in history.blocks if block.gpu is not None]
+            yield name, _track(ends, map(attrgetter(name), blocks))
         for name, field in _OF_GPU.items():
-            yield name, self._track(of_gpu, attrgetter(f"gpu.{field}"))
-        yield "loss", self._losses(history.blocks)
-
-    def _track(self, blocks: Sequence[Block], value: Callable[[Block], float | None]) -> Track:
-        """Return a figure at the last step of each block."""
-        found = [
-            (self.step(block) + block.num_steps - 1, self.ns(block.process, block.end_ns), number)
-            for block in blocks
-            if (number := value(block)) is not None
-        ]
-        return Track(*zip(*found)) if found else Track((), (), ())
+            yield name, _track(ends, (None if block.gpu is None else getattr(block.gpu, field) for block in blocks))
+        yield "loss", self._losses(blocks)
 
     def _losses(self, blocks: Sequence[Block]) -> Track:
         found = {}
@@ -153,6 +146,12 @@ class _Position:
         for event in events:
             ns = self.ns(event.process, event.start_ns)
             yield Happening(event.event, self.step(event), ns, event.ns, event.place)
+
+
+def _track(ends: Sequence[tuple[int, int]], values: Iterable[float | None]) -> Track:
+    """Return a figure at the steps and times where it is known."""
+    found = [(step, ns, value) for (step, ns), value in zip(ends, values) if value is not None]
+    return Track(*zip(*found)) if found else Track((), (), ())
 
 
 def _tracks_of_steps(recording: Recording, origin_ns: int, known: dict[str, Track]) -> Iterator[tuple[str, Track]]:
