@@ -71,10 +71,10 @@ def verdict_of(status: RunStatus) -> str:
 
 def _trouble(status: RunStatus) -> str:
     """Return which ranks do not go on while others do."""
-    ranks = [rank for rank in status.ranks if rank.state not in ("running", "starting")]
+    ranks = [rank for rank in status.ranks if rank.state not in ("running", "starting", "finished")]
     if len(ranks) > 1:
         return f" {len(ranks)} of {len(status.ranks)} ranks do not go on."
-    texts = {"silent": "is silent", "died": "has died", "failed": "has failed", "finished": "has finished"}
+    texts = {"silent": "is silent", "died": "has died", "failed": "has failed"}
     return "".join(f" {safe(rank.name, 60).capitalize()} {texts[rank.state]}." for rank in ranks)
 
 

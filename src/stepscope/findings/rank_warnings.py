@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from stepscope.formatting import elapsed, plural, safe
-from stepscope.session.watch import Rank
+from stepscope.session.watch import SILENT_S, Rank
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ def rank_warnings(ranks: Sequence[Rank]) -> Iterator[RunWarning]:
         yield RunWarning("missing_ranks", "", f"Not recorded: rank {names} of {world:,}.")
     is_over = all(rank.is_over for rank in ranks)
     for state in ("died", "silent", "failed", "finished"):
-        of_state = [rank for rank in ranks if rank.state == state and not (state == "finished" and is_over)]
+        of_state = [rank for rank in ranks if rank.state == state]
+        if state == "finished":  # not all ranks end in the same second
+            of_state = [rank for rank in of_state if not is_over and rank.silent_s > SILENT_S]
         yield from _ranks_in_trouble(of_state)
     for rank in ranks:
         if rank.history.num_unread:

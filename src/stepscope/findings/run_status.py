@@ -19,6 +19,7 @@ from stepscope.findings.over_time import findings_over_time
 from stepscope.findings.rank_warnings import RunWarning, rank_warnings
 from stepscope.session.run import run_of
 from stepscope.session.watch import RECENT_NS, Rank, State, Watch
+from stepscope.trace.history_file import Block
 
 NUM_SPANS = 240  # values of each series
 RECENT_S = 300.0  # what `parts` are of
@@ -45,7 +46,7 @@ class RankStatus:
     state: State
     num_steps: int
     step_ns: float | None  # wall-clock time per step
-    data_share: float | None  # of the time of its last block of steps
+    data_share: float | None  # of its steps, in the last minute
     memory_bytes: int | None  # reserved on the GPU; without one, resident
     total_bytes: int | None  # of the GPU
     gpu_busy_share: float | None
@@ -227,15 +228,18 @@ def _step_ns(rank: Rank) -> float | None:
     blocks, steps = rank.history.blocks, rank.steps
     if len(steps) > 1 and (not blocks or steps[-1].step + 1 >= blocks[-1].step + blocks[-1].num_steps):
         return (steps[-1].end_ns - steps[0].start_ns) / (steps[-1].step - steps[0].step + 1)
-    if not blocks:
-        return None
-    last = blocks[-1]
-    recent = [last]
-    for block in reversed(blocks[:-1]):
-        if block.process != last.process or block.start_ns < last.end_ns - RECENT_NS:
+    recent = _last_minute(rank)
+    return (recent[-1].end_ns - recent[0].start_ns) / sum(block.num_steps for block in recent) if recent else None
+
+
+def _last_minute(rank: Rank) -> list[Block]:
+    """Return the blocks of the last minute of a rank's last process, at least one if there is any."""
+    found: list[Block] = []
+    for block in reversed(rank.history.blocks):
+        if found and (block.process != found[0].process or block.start_ns < found[0].end_ns - RECENT_NS):
             break
-        recent.append(block)
-    return (last.end_ns - recent[-1].start_ns) / sum(block.num_steps for block in recent)
+        found.append(block)
+    return found[::-1]
 
 
 def _work(rank: Rank) -> tuple[str, float]:
@@ -311,6 +315,12 @@ def _series(run: Run, unit: str) -> dict[str, list[float | None]]:
     return found | ({"memory_bytes": memory[0] or memory[1] or []} if any(memory) else {})
 
 
+def _data_share(rank: Rank) -> float | None:
+    blocks = _last_minute(rank)
+    whole_ns = sum(block.wall_ns for block in blocks)
+    return sum(block.host_ns.get("data", 0) for block in blocks) / whole_ns if whole_ns else None
+
+
 def _rank_status(rank: Rank) -> RankStatus:
     block = rank.history.blocks[-1] if rank.history.blocks else None
     process = rank.history.processes[-1] if rank.history.processes else None
@@ -321,7 +331,7 @@ def _rank_status(rank: Rank) -> RankStatus:
         state=rank.state,
         num_steps=rank.num_steps,
         step_ns=_step_ns(rank),
-        data_share=block.host_ns.get("data", 0) / block.wall_ns if block else None,
+        data_share=_data_share(rank),
         memory_bytes=memory,
         total_bytes=block.total_bytes if block else None,
         gpu_busy_share=gpu.busy_share if gpu else None,
