@@ -1,5 +1,6 @@
 """What goes wrong in the course of a run: planted at known steps of synthetic histories, and not in clean ones."""
 
+import json
 import math
 import subprocess
 import sys
@@ -167,3 +168,16 @@ def test_a_week_is_diagnosed_in_bounded_memory(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True)
     step, mebibytes = map(int, done.stdout.split())
     assert step == pytest.approx(4_000_000, rel=0.01) and mebibytes < 200
+
+
+def test_waiting_for_a_core_is_no_drift(tmp_path):
+    """Other processes take the cores in the second half: steps are longer, but not for a reason of their own."""
+    shared = [0.5 if step >= 1000 else 0.0 for step in range(NUM)]
+    folder = write_history(tmp_path, Run(num_steps=NUM, slower=lambda step: 2.0 if shared[step] else 1.0))
+    assert [each.id for each in findings_over_time(run_of(None, load(folder)))] == ["drift"]
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "num_steps" in line:
+            line["core_wait_share"] = shared[line["step"]]
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert findings_over_time(run_of(None, load(folder))) == []

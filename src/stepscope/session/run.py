@@ -21,7 +21,8 @@ from stepscope.trace.history_file import HISTORY_FILE, Block, Event, Process
 from stepscope.trace.recording import CounterSample, Recording
 
 _OF_BLOCK = (
-    "allocated_bytes", "reserved_bytes", "resident_bytes", "total_bytes", "num_collections",
+    "allocated_bytes", "reserved_bytes", "resident_bytes", "total_bytes", "available_bytes", "num_collections",
+    "core_wait_share",
 )  # fmt: skip
 _OF_GPU = {
     "power_watts": "power_watts", "sm_clock_mhz": "sm_clock_mhz", "gpu_busy_share": "busy_share",

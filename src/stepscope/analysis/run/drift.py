@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from stepscope.analysis.run.change_points import DRIFT, Change, changes
-from stepscope.analysis.run.series import Run, TimeBlock
+from stepscope.analysis.run.series import Run, TimeBlock, own_ns
 from stepscope.analysis.time.loop_time import BETWEEN, DATA
 
 WORK = "work per step"
@@ -47,19 +48,35 @@ class Slowdown:
 
 def step_changes(run: Run) -> list[tuple[Change, int, int]]:
     """Return every change of the step time, faster ones too, each with its first step and the one after its last."""
-    cells = even_cells(run.free)
-    steps = [cell[0].step for cell in cells] + [run.last_step + 1]
-    found = changes([median(block.median_ns for block in cell) for cell in cells])
-    return [(change, steps[change.index], steps[change.end]) for change in found]
+    steps, values = step_series(run)
+    ends = [*steps, run.last_step + 1]
+    return [(change, ends[change.index], ends[change.end]) for change in changes(values)]
 
 
-def even_cells(blocks: Sequence[TimeBlock]) -> list[list[TimeBlock]]:
-    """Return blocks in cells of equally many steps: the blocks of a history become longer as the run goes on."""
+def step_series(run: Run) -> tuple[list[int], list[float]]:
+    """Return first steps of cells of equally many steps, and the typical step time of each.
+
+    The blocks of a history become longer as the run goes on. Where it is known, time in which training waited for a
+    CPU core is left out: it comes from other processes. It is spread unevenly over steps, so it is taken from their
+    mean.
+    """
+    blocks, waits = run.free, run.tracks.get("core_wait_share")
     length = max((block.num_steps for block in blocks), default=1)
+    if waits is not None:
+        gaps = sorted(later - earlier for earlier, later in pairwise(waits.steps))
+        length = max([length, *gaps[len(gaps) * 9 // 10 :][:1]])
     cells: dict[int, list[TimeBlock]] = {}
     for block in blocks:
         cells.setdefault(block.step // length, []).append(block)
-    return list(cells.values())
+    values = []
+    for cell in cells.values():
+        share = None if waits is None else waits.mean(cell[0].step, cell[-1].step + cell[-1].num_steps, and_next=True)
+        if share is None:
+            values.append(median(block.median_ns for block in cell))
+        else:
+            own = sum(own_ns(block.wall_ns, block.host_ns) for block in cell)
+            values.append(own / sum(block.num_steps for block in cell) * (1 - min(0.99, share)))
+    return [cell[0].step for cell in cells.values()], values
 
 
 def slowdowns(run: Run) -> tuple[Slowdown, ...]:
@@ -89,7 +106,7 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
 def _together(
     run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock], change: Change
 ) -> Iterator[Together]:
-    grown_ns = change.after - change.before
+    grown_ns = max(1.0, change.after - change.before)
     parts = {name: tuple(_per_step(side, name) for side in (before, after)) for name in (DATA, "other", "passes")}
     for name, (first, second) in sorted(parts.items(), key=lambda part: part[1][0] - part[1][1]):
         if second - first >= _LEAST_PART * grown_ns:

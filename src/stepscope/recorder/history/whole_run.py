@@ -16,6 +16,7 @@ from stepscope.recorder.clock import TimedStep
 from stepscope.recorder.history import requests
 from stepscope.recorder.history.clocks import process_began
 from stepscope.recorder.history.control import FIRST_RANK, Control
+from stepscope.recorder.history.core_wait import CoreWait, available_bytes
 from stepscope.recorder.history.history import History
 from stepscope.recorder.history.losses import LossSampler
 from stepscope.recorder.history.requests import Request
@@ -39,6 +40,7 @@ class WholeRun:
         self.triggered: TriggeredWindow | None = None  # the one that is open
         self._num_collections: int | None = None
         self._total_bytes: int | None = None
+        self._core_wait = CoreWait()
         self.writer = Writer()
         self.history = History(folder, self.writer, process_began() if is_script else None, self._read)
         self.samples = Samples(folder, self.writer, self.history)
@@ -97,6 +99,7 @@ class WholeRun:
             num_ranks = rank_and_world_size()[1]
             self._control = Control(self._run, self._rank, self.history, num_ranks, self._when, self._limit)
             self.writer.ticks.append(self._tick_control)
+            self._core_wait.of_this_thread()
             self.writer.start()
 
     def _tick_control(self) -> None:
@@ -167,8 +170,12 @@ class WholeRun:
             found["peak_bytes"] = stats["allocated_bytes"]["all"]["peak"]
             if self._total_bytes is not None:
                 found["total_bytes"] = self._total_bytes
-        if (resident := resident_bytes()) is not None:
-            found["resident_bytes"] = resident
+        machine = {
+            "resident_bytes": resident_bytes(),
+            "available_bytes": available_bytes(),
+            "core_wait_share": self._core_wait.share(),
+        }
+        found |= {name: value for name, value in machine.items() if value is not None}
         if self._probes.counters is not None and (gpu := self._probes.counters.take_sums()):
             found["gpu"] = gpu
         return found
