@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 
-def read(path: PathLike | None = None) -> Card:
+def read(path: PathLike | None = None, *, price_per_hour: float | None = None) -> Card:
     """Return the card of a recording: step time, phases, throughput and memory on one screen.
 
-    Without a path, it is the latest run. Its figures are in `.summary`.
+    Without a path, it is the latest run. Its figures are in `.summary`, those of the whole run in `.whole_run`.
+    With `price_per_hour`, it has the cost of the job.
 
     >>> read("runs/train-20260101-120000").summary.throughput.per_second  # doctest: +SKIP
     """
     from stepscope.document.card import Card
     from stepscope.session import open_session
 
-    return Card.of(open_session(path))
+    return Card.of(open_session(path), price_per_hour=price_per_hour)
 
 
 def analyze(
@@ -190,13 +191,15 @@ def report(
     force: bool = False,
     rank: int | None = None,
     ignore: Collection[str] = (),
+    price_per_hour: float | None = None,
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
 ) -> Document:
     """Return the report of a recording, a trace, a folder of ranks, a sweep or a study; `output` writes it.
 
     The suffix of `output` chooses the format: .html, .md, .json, or a folder with all of them, every table as CSV and
-    every chart as PNG. `force` overwrites. `ignore` names rules whose findings are left out.
+    every chart as PNG. `force` overwrites. `ignore` names rules whose findings are left out. With `price_per_hour`,
+    the report has the cost of the job.
 
     >>> report("runs/train-20260101-120000", output="step.html")  # doctest: +SKIP
     """
@@ -215,7 +218,7 @@ def report(
 
         document = report_of_study(study_of(session.path), Stored(session.path))
     else:
-        document = report_of(session, [ignore] if isinstance(ignore, str) else ignore)
+        document = report_of(session, [ignore] if isinstance(ignore, str) else ignore, price_per_hour)
     if target is not None:
         write_report(document, target)
     return document

@@ -17,7 +17,7 @@ import webbrowser
 from pathlib import Path
 
 from stepscope.api.reading import report_target
-from stepscope.cli.support.options import add_source_arguments, opened
+from stepscope.cli.support.options import add_price_argument, add_source_arguments, opened
 from stepscope.cli.support.output import tell
 from stepscope.cli.support.settings import ignored_rules
 from stepscope.errors import UsageError
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="rows", type=Path, metavar="FILE", help="results.jsonl of a sweep")
     add("-o", "--output", type=Path, metavar="FILE", help="output file (.html, .md or .json) or folder")
     add("--force", action="store_true", help="overwrite existing files")
+    add_price_argument(parser)
     add("--open", action="store_true", help="open the page in the browser")
     add_source_arguments(parser)
 
@@ -50,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
             written = write_study(study_of(session.path), session.path)
         else:
             target = check_target(arguments.output or report_target(session), arguments.force)
-            written = write_report(report_of(session, ignored_rules(Path.cwd())), target)
+            written = write_report(report_of(session, ignored_rules(Path.cwd()), arguments.price_per_hour), target)
     tell(f"stepscope: {written}")
     if arguments.open and not webbrowser.open(written.resolve().as_uri()):
         tell("stepscope: no browser was found")

@@ -15,6 +15,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from stepscope.cli.support.options import add_price_argument
 from stepscope.cli.support.output import Progress, print_answer, print_document
 from stepscope.errors import UsageError
 from stepscope.session import Kind, Session, open_session
@@ -24,12 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "recording, trace, sweep or memory snapshot"
     parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help=about)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/card.md)")
+    add_price_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     with Progress("reading") as progress:
         session = open_session(arguments.path, progress=progress)
-        result = _result(session)
+        result = _result(session, arguments.price_per_hour)
     if session.kind is Kind.SWEEP:
         from stepscope.analysis.comparison.sweeps import sweep_json
         from stepscope.document.sweep_table import sweep_document
@@ -40,11 +42,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _result(session: Session) -> Any:
+def _result(session: Session, price_per_hour: float | None) -> Any:
     if session.kind is Kind.RECORDING:
         from stepscope.document.card import Card
 
-        return Card.of(session, with_ledger=True)
+        return Card.of(session, with_ledger=True, price_per_hour=price_per_hour)
     if session.kind is Kind.SWEEP:
         return session.sweep_summary
     if session.kind in (Kind.SNAPSHOT, Kind.MEMORY):

@@ -17,11 +17,11 @@ from stepscope.session import Kind, Session
 from stepscope.version import __version__
 
 SECTIONS = ("overview", "timeline", "modules", "kernels", "attention", "copies", "roofline", "memory", "steps",
-            "compiler", "precision", "counters", "ranks")  # fmt: skip
+            "run", "compiler", "precision", "counters", "ranks")  # fmt: skip
 """Files of `document/sections`, in the order of the page."""
 
 
-def report_of(session: Session, ignored: Collection[str] = ()) -> Document:
+def report_of(session: Session, ignored: Collection[str] = (), price_per_hour: float | None = None) -> Document:
     """Return the report of a recording, a trace, a folder of ranks or a sweep, without the findings of some rules."""
     if session.kind is Kind.SWEEP:
         from stepscope.document.sections.sweep import sweep_report
@@ -29,7 +29,7 @@ def report_of(session: Session, ignored: Collection[str] = ()) -> Document:
         return sweep_report(session.sweep)
     # These two first: a recording that has no card is refused before any work is done.
     title, verdict = title_of(session), verdict_of(session)
-    sections = tuple(section_of(session, name, ignored) for name in SECTIONS)
+    sections = tuple(section_of(session, name, ignored, price_per_hour) for name in SECTIONS)
     return Document(title, verdict, sections, {"source": str(session.path), "stepscope": __version__})
 
 
@@ -48,10 +48,13 @@ def title_of(session: Session) -> str:
     return safe(f"{name} on {device}" if device else name)
 
 
-def section_of(session: Session, name: str, ignored: Collection[str] = ()) -> Section:
+def section_of(
+    session: Session, name: str, ignored: Collection[str] = (), price_per_hour: float | None = None
+) -> Section:
     try:
         build = import_module(f"stepscope.document.sections.{name}").parts
-        parts = build(session, diagnose(session.case, ignored)) if name == "overview" else build(session)
+        more = {"overview": lambda: (diagnose(session.case, ignored),), "run": lambda: (price_per_hour,)}
+        parts = build(session, *more.get(name, tuple)())
     except StepscopeError as reason:
         parts = (Missing(str(reason)),)
     except (Exception, PanicException) as error:  # a section that fails costs only itself

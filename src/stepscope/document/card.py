@@ -14,10 +14,12 @@ from stepscope.display import Shown
 from stepscope.document.card_figures import figures
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series
 from stepscope.document.verdict import verdict
+from stepscope.document.whole_run import WholeRun
 from stepscope.errors import StepscopeError
 from stepscope.formatting import milliseconds, plural
 from stepscope.session import Session
 from stepscope.session.job import Processes, processes_of
+from stepscope.trace.history_file import HISTORY_FILE
 from stepscope.trace.recording import Recording
 
 if TYPE_CHECKING:
@@ -49,9 +51,11 @@ class Card(Shown):
     """How it was measured."""
     ledger: Ledger | None = None
     """The step split into the least time that its work needs and every loss, if it was asked for."""
+    whole_run: WholeRun | None = None
+    """Goodput since the start, cost, and what went wrong in the course of the run."""
 
     @classmethod
-    def of(cls, session: Session, with_ledger: bool = False) -> Card:
+    def of(cls, session: Session, with_ledger: bool = False, price_per_hour: float | None = None) -> Card:
         """Return the card of a recording. The ledger needs a trace, and Polars."""
         recording, summary = session.recording, session.summary
         ledger, lacks = _ledger(session) if with_ledger else (None, ())
@@ -65,7 +69,13 @@ class Card(Shown):
             figures=tuple(figures(recording, summary)),
             measurement=(*_steps(recording, summary), *_processes(processes), *_caveats(recording), *lacks),
             ledger=ledger,
+            whole_run=WholeRun.of(session, price_per_hour),
         )
+
+    @property
+    def has_history(self) -> bool:
+        """Whether the recording says when its process began."""
+        return (self.recording.folder / HISTORY_FILE).is_file()
 
     def to_json(self) -> dict[str, Any]:
         """Return the card as one JSON object; docs/card.md lists its fields."""
@@ -78,6 +88,7 @@ class Card(Shown):
             **{name: facts.get(name) for name in _FACTS},
             **dataclasses.asdict(self.summary),
             "ledger": None if self.ledger is None else self.ledger.to_json(),
+            "whole_run": None if self.whole_run is None else self.whole_run.to_json(),
             "compiler": self.recording.compiler,
             "warnings": list(self.recording.warnings),
         }
@@ -89,7 +100,8 @@ def card_document(card: Card) -> Document:
     has_trace = (card.recording.facts.get("trace") or {}).get("file")
     diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
     last = Fact("recording", str(shown)), Fact("next", f"{diagnose}stepscope report {shlex.quote(str(shown))} --open")
-    parts: list[Part] = [Facts((*card.run, *card.figures))]
+    whole = [] if card.whole_run is None else card.whole_run.facts(card.has_history)
+    parts: list[Part] = [Facts((*card.run, *card.figures, *whole))]
     if summary.rows:
         title, names = f"where a step goes ({how_split(summary)})", [row.name for row in summary.rows]
         series = (Series("step", [row.ns for row in summary.rows]),)

@@ -50,6 +50,11 @@ def _above_zero(text: str, kind: type[int] | type[float], noun: str) -> float:
     return number
 
 
+def add_price_argument(parser: argparse.ArgumentParser) -> None:
+    about = "price of the whole job per hour, in any currency"
+    parser.add_argument("--price-per-hour", type=seconds, metavar="PRICE", help=about)
+
+
 def share(text: str) -> float:
     """Return a percentage as a share.
 

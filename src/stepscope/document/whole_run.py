@@ -1,0 +1,72 @@
+"""The whole run on the card: its time since the start, its cost, and what went wrong in its course."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stepscope.analysis.run.goodput import Goodput
+from stepscope.analysis.time.loop_time import MEASURING, TRAINING
+from stepscope.document.model import Bars, Fact, Series
+from stepscope.findings.finding import Finding
+from stepscope.findings.over_time import findings_over_time
+from stepscope.formatting import percent, plural, significant, span
+from stepscope.session import Session
+from stepscope.session.goodput import goodput_of, job_of
+
+_MOST_LOSSES = 4
+_LEAST_LOSS = 0.001  # of the wall-clock time
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    goodput: Goodput | None  # null before the first step
+    job: Goodput | None  # of all recordings of the job; null if there is only this one
+    findings: tuple[Finding, ...]
+    price_per_hour: float | None
+
+    @classmethod
+    def of(cls, session: Session, price_per_hour: float | None = None) -> "WholeRun":
+        return cls(goodput_of(session), job_of(session), tuple(findings_over_time(session.run)), price_per_hour)
+
+    def to_json(self) -> dict[str, Any]:
+        cost = None
+        if self.price_per_hour is not None and (paid := self.job or self.goodput) is not None:
+            unit, price = paid.cost_per_million(self.price_per_hour)
+            cost = {"price_per_hour": self.price_per_hour, "unit": unit, "per_million": price}
+        return {
+            "goodput": None if self.goodput is None else asdict(self.goodput),
+            "job": None if self.job is None else asdict(self.job),
+            "cost": cost,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+    def facts(self, is_whole: bool = True) -> Iterator[Fact]:
+        """Yield its time, its cost and its findings; without `is_whole`, only what was asked for and is wrong."""
+        if self.goodput is not None and is_whole:
+            yield Fact("since start", *_share_texts(self.goodput))
+        if self.job is not None:
+            text, detail = _share_texts(self.job)
+            yield Fact("job", f"{plural(self.job.num_runs, 'recording')}, {text}", detail)
+        if self.price_per_hour is not None and (paid := self.job or self.goodput) is not None:
+            unit, price = paid.cost_per_million(self.price_per_hour)
+            hours = f"{significant(self.price_per_hour)} per hour for {span(paid.wall_ns)}"
+            yield Fact("cost", f"{significant(price)} per million {unit}", hours)
+        for finding in self.findings:
+            yield Fact(finding.id, finding.sentence)
+
+
+def _share_texts(found: Goodput) -> tuple[str, str]:
+    lost = sorted(((ns, name) for name, ns in found.rows.items() if name not in (TRAINING, MEASURING)), reverse=True)
+    worth = [(ns, name) for ns, name in lost if ns >= _LEAST_LOSS * found.wall_ns][:_MOST_LOSSES]
+    texts = ", ".join(f"{name} {percent(ns / found.wall_ns)}" for ns, name in worth)
+    return f"{span(found.wall_ns)}, {percent(found.share)} of it training", f"lost: {texts}" if texts else ""
+
+
+def goodput_bars(found: Goodput) -> Bars:
+    """Return the wall-clock time by what took it, training first."""
+    rows = sorted(found.rows.items(), key=lambda row: (row[0] != TRAINING, -row[1]))
+    series = (Series("time", [ns for _, ns in rows]),)
+    title = f"where the time since the start goes ({span(found.wall_ns)})"
+    caption = f"Goodput: {percent(found.share)}. Stepscope's own work (measuring) is left out of it."
+    labels = [name for name, _ in rows]
+    return Bars("goodput", title, labels, series, "time_ns", caption=caption)

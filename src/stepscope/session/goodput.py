@@ -1,0 +1,44 @@
+"""The goodput of a recording, and of all recordings of its job that lie beside it."""
+
+from itertools import islice
+from pathlib import Path
+
+from stepscope.analysis.run.goodput import Goodput, goodput, job_goodput
+from stepscope.analysis.run.series import Run
+from stepscope.errors import StepscopeError
+from stepscope.session.session import Session
+from stepscope.trace.kind import Kind
+from stepscope.trace.recording import RECORDING_FILE, read_facts
+
+MOST_BESIDE = 1000  # folders that are searched for recordings of the same job
+
+
+def goodput_of(session: Session) -> Goodput | None:
+    """Return the goodput of one recording since its process began; None before its first step."""
+    return goodput(session.run, session.summary.loop)
+
+
+def job_of(session: Session) -> Goodput | None:
+    """Return the goodput of the whole job, with its restarts; None if there is only one recording of it."""
+    job = session.recording.facts.get("job")
+    own = goodput_of(session)
+    if not job or own is None or session.run.began is None:
+        return None
+    runs: list[tuple[Run, Goodput]] = [(session.run, own)]
+    folder = session.path.resolve()
+    for path in islice(sorted(folder.parent.iterdir()), MOST_BESIDE):
+        if path != folder and _job(path) == job:
+            other = Session([path], Kind.RECORDING)
+            found = goodput_of(other)
+            if found is not None and other.run.began is not None:
+                runs.append((other.run, found))
+    return job_goodput(runs) if len(runs) > 1 else None
+
+
+def _job(folder: Path) -> str | None:
+    if not (folder / RECORDING_FILE).is_file():
+        return None
+    try:
+        return read_facts(folder, []).get("job")
+    except StepscopeError:
+        return None
