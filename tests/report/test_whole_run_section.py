@@ -35,8 +35,10 @@ def of(section, kind, id):
 def test_the_section_has_a_chart_for_every_series(section):
     assert not [part for part in section.parts if isinstance(part, Missing)]
     ids = [part.id for part in section.parts if isinstance(part, Lines)]
-    assert ids == ["run_step_time", "run_longest", "run_time", "run_throughput", "run_loss", "run_memory", "run_clock",
-                   "run_power", "run_busy"]  # fmt: skip
+    assert ids == [
+        f"run_{name}"
+        for name in ("step_time", "longest", "time", "throughput", "loss", "memory", "clock", "power", "busy")
+    ]
 
 
 def test_changes_and_windows_are_marked(section):
