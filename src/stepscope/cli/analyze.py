@@ -33,9 +33,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.cli.support.answers import answer
 from stepscope.cli.support.options import add_source_arguments, opened, positive
 from stepscope.cli.support.output import print_document, write
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.session import latest_run
 
 if TYPE_CHECKING:
     from stepscope.session.memory_scaling import MemoryAnalysis
@@ -73,6 +75,13 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--{views[0]} and --{views[1]}: choose one")
     if arguments.output and views != ["memory"]:
         raise UsageError("-o draws memory over time: use it with --memory")
+    if arguments.output:
+        _analyze(arguments, views)
+        return 0
+    return answer("analyze", arguments, arguments.paths or [latest_run()], lambda: _analyze(arguments, views))
+
+
+def _analyze(arguments: argparse.Namespace, views: list[str]) -> None:
     from stepscope.api.displays import document_of
 
     most: int | None = arguments.top
@@ -80,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
     if views and views[0] != "memory":
         report = _report(arguments, views[0])
         print_document(lambda: document_of(report), lambda: report.to_json(most), arguments.json, top)
-        return 0
+        return
     if views:
         analysis: Any = _memory(arguments)
     else:
@@ -90,7 +99,6 @@ def main(arguments: argparse.Namespace) -> int:
         write(chain(analysis.json_text(most), "\n"))
         return 0
     print_document(lambda: document_of(analysis, top), lambda: analysis.to_json(most), arguments.json)
-    return 0
 
 
 def _report(arguments: argparse.Namespace, view: str) -> Any:

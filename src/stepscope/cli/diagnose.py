@@ -24,9 +24,11 @@ examples:
 import argparse
 from pathlib import Path
 
+from stepscope.cli.support.answers import answer
 from stepscope.cli.support.options import add_source_arguments, opened, words
 from stepscope.cli.support.output import print_answer
 from stepscope.errors import UsageError
+from stepscope.session import latest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,20 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    return answer("diagnose", arguments, [arguments.path or latest_run()], lambda: _diagnose(arguments))
+
+
+def _diagnose(arguments: argparse.Namespace) -> None:
     with opened(arguments, arguments.path) as session:
         case = session.case
     scale, dropped, host = [_scale(word) for word in arguments.scale], arguments.drop_launches, arguments.host
     if scale or dropped or host is not None or arguments.no_waits or arguments.clean:
         from stepscope.findings.what_if import what_if
 
-        answer = what_if(case, scale, dropped, host, not arguments.no_waits, arguments.clean)
-        print_answer(answer, arguments.json)
-        return 0
+        replayed = what_if(case, scale, dropped, host, not arguments.no_waits, arguments.clean)
+        print_answer(replayed, arguments.json)
+        return
     from stepscope.findings.diagnose import diagnose
 
     diagnosis = diagnose(case, set(words(arguments.ignore)))
     print_answer(diagnosis, arguments.json, str(session.path) if session.is_recording else None)
-    return 0
 
 
 def _scale(word: str) -> tuple[str, float]:

@@ -144,7 +144,8 @@ def _sums(pieces: pl.DataFrame, key: str) -> dict[int, int]:
 
 
 def _place(host: pl.DataFrame, row: int, direction: str) -> tuple[Any, ...]:
-    step, phase, module = host.select("step", pl.col("phase", "module").cast(pl.String)).row(row)
+    place = host.select("step", "phase", "module").slice(row, 1)
+    step, phase, module = place.with_columns(pl.col("phase", "module").cast(pl.String)).row(0)
     return row, direction, step, phase, module, None
 
 
@@ -173,7 +174,7 @@ def _facts(host: pl.DataFrame, site: int, kernel: int, op: str) -> tuple[Any, ..
 
 
 def _texts(host: pl.DataFrame, row: int) -> tuple[Any, ...]:
-    return host.select(pl.col(COLUMNS).cast(pl.String)).row(row)
+    return host.select(COLUMNS).slice(row, 1).select(pl.all().cast(pl.String)).row(0)
 
 
 def _flex(linked: Linked, sites: Collection[int]) -> list[tuple[Any, ...]]:

@@ -37,17 +37,19 @@ def length_ns(intervals: pl.DataFrame) -> int:
     return int((intervals["end_ns"] - intervals["start_ns"]).sum())
 
 
-def covered_before(disjoint: pl.DataFrame, times: pl.Series) -> pl.Series:
-    """Return how much of disjoint, ordered intervals lies before each time.
+def covered_before(disjoint: pl.DataFrame, times: pl.Series, weights: pl.Series | None = None) -> pl.Series:
+    """Return how much of disjoint, ordered intervals lies before each time; with `weights`, of their lengths.
 
     >>> covered_before(pl.DataFrame({"start_ns": [0, 6], "end_ns": [4, 9]}), pl.Series([-1, 3, 5, 8])).to_list()
     [0, 3, 4, 6]
     """
     place = pl.Series(disjoint["start_ns"].search_sorted(times, side="right"))
-    none = pl.Series([0], dtype=pl.Int64)
-    lengths = none.append((disjoint["end_ns"] - disjoint["start_ns"]).cum_sum())
-    left = pl.Series([None], dtype=pl.Int64).append(disjoint["end_ns"]).gather(place) - times
-    before: pl.Series = lengths.gather(place) - left.clip(0).fill_null(0)
+    lengths, ends = disjoint["end_ns"] - disjoint["start_ns"], pl.Series([None], dtype=pl.Int64)
+    left = (ends.append(disjoint["end_ns"]).gather(place) - times).clip(0)
+    if weights is not None:
+        lengths, left = lengths * weights, left * weights.clear(1).append(weights).gather(place)
+    whole = pl.zeros(1, lengths.dtype, eager=True).append(lengths.cum_sum())
+    before: pl.Series = whole.gather(place) - left.fill_null(0)
     return before
 
 

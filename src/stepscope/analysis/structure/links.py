@@ -1,7 +1,10 @@
 """Links between events: launch and kernel, op and launch, backward and forward, module, step, phase."""
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import polars as pl
 
@@ -12,6 +15,7 @@ from stepscope.analysis.structure.steps import LABELS, Steps, at_times, find_ste
 from stepscope.analysis.time.gpu_time import with_activity
 from stepscope.trace.tables import Trace
 
+_HIGHEST = 64  # rows around a launch
 MOST_THREADS = 64  # on which one sequence number is looked for: real ones occur on one or two
 
 
@@ -45,6 +49,29 @@ class Linked:
     steps: Steps
     modules: Modules
     unlinked: dict[str, Share]  # events that could not be linked, by kind of link
+
+    @cached_property
+    def above(self) -> dict[int, list[int]]:
+        """By event of GPU work: the row of its launch, else its op, and the rows around that, innermost first."""
+        parents = self.host["parent"].to_list()
+        chains: dict[int, list[int]] = {}
+        launches = self.device.select("event", pl.coalesce("launch", "op").alias("row")).drop_nulls("row").rows()
+        for _, row in launches:
+            if row not in chains:
+                chains[row], at = [], row
+                while at is not None and len(chains[row]) < _HIGHEST:
+                    chains[row].append(at)
+                    at = parents[at]
+        return {event: chains[row] for event, row in launches}
+
+    @cached_property
+    def num_below(self) -> Counter[int]:
+        """How much GPU work each row of the host has in it."""
+        return Counter(chain.from_iterable(self.above.values()))
+
+    @cached_property
+    def is_op(self) -> list[bool]:
+        return (self.host["kind"] == "op").to_list()
 
 
 def link(trace: Trace, steps: Steps | None = None) -> Linked:

@@ -16,7 +16,7 @@ from statistics import median, median_low
 
 import polars as pl
 
-from stepscope.analysis.structure.intervals import length_ns, spans, union
+from stepscope.analysis.structure.intervals import covered_before, length_ns, spans, union
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import matches
 from stepscope.analysis.time.idle_causes import ALLOCATING, PLANNING_NS
@@ -272,44 +272,85 @@ class Replay:
         room = self._room(tick.call)
         return 0 if room is None else self._starts[room]
 
+    @cached_property
+    def _times(self) -> pl.DataFrame:
+        """The ticks' times: each tick's own, that of the one before, the begin of the host's own time, its events."""
+        rows = [(tick.time_ns, last_ns, since, tick.num_events) for tick, last_ns, since in self._own]
+        return pl.DataFrame(rows, schema=dict.fromkeys(("time", "last", "since", "num"), pl.Int64), orient="row")
+
+    @cached_property
+    def _deeds(self) -> list[tuple[int | None, int | None, int | None, list[int]]]:
+        """What each tick does: the call that waits and its stream; the work that must start; the work launched."""
+        deeds: list[tuple[int | None, int | None, int | None, list[int]]] = []
+        for tick in self._ticks:
+            is_wait = tick.kind == _RETURN and tick.call in self._waits
+            room = self._room(tick.call) if tick.kind == _RETURN and not is_wait else None
+            waits = (tick.call, self._waits[tick.call][1]) if is_wait else (None, None)
+            deeds.append((*waits, room, self._work.get(tick.call, []) if tick.kind == _START else []))
+        return deeds
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {event: place for place, event in enumerate(self._events)}
+
+    def _own_ns(self, change: Change) -> list[float]:
+        """Return the host's own time before each tick."""
+        time, last, since, num = self._times
+        own: pl.Series = (time - since).cast(pl.Float64)
+        if change.host is not None and change.host.height:
+            share = 1 - change.host["factor"]
+            own -= covered_before(change.host, time, share) - covered_before(change.host, since, share)
+        if change.profiler_ns_per_event:
+            written = num.cast(pl.Float64) * change.profiler_ns_per_event * own / (time - last)
+            least, rest = own * _LEAST_SHARE, own - written
+            own = own.zip_with(own == 0, least.zip_with(least > rest, rest))
+        return own.to_list()
+
     def play(self, change: Change) -> Replayed:
-        durations = [
-            0.0 if event in change.gone else float(change.duration_ns.get(event, end - start))
-            for event, start, end in zip(self._events, self._starts, self._ends)
-        ]
+        durations = [float(end - start) for start, end in zip(self._starts, self._ends)]
+        gone = {self._place[event] for event in change.gone if event in self._place}
+        for event, ns in (*change.duration_ns.items(), *((event, 0.0) for event in change.gone)):
+            if event in self._place:
+                durations[self._place[event]] = float(ns)
         starts, ends = [0.0] * len(durations), [0.0] * len(durations)
-        lane_end: dict[int, float] = {}
-        stream_end: dict[int | None, float] = {None: float(self.start_ns)}
-        now = host_ns = float(self.start_ns)
-        shrunk = _Shrunk(change.host)
-        for tick, last_ns, since in self._own:
-            done = 0.0
-            if tick.kind == _RETURN and tick.call in self._waits:
-                done = 0.0 if tick.call in change.unwaited else stream_end.get(self._waits[tick.call][1], 0.0)
-            elif tick.kind == _RETURN and (room := self._room(tick.call)) is not None:
-                done = starts[room]
-            own = tick.time_ns - since - shrunk.between(since, tick.time_ns)
-            if own and change.profiler_ns_per_event:
-                written = tick.num_events * change.profiler_ns_per_event * own / (tick.time_ns - last_ns)
-                own = max(own * _LEAST_SHARE, own - written)
-            now = max(now, done) + own
+        lane_end = dict.fromkeys(self._lane, float(self.start_ns))
+        stream_end: dict[int | None, float] = {}
+        last_end = now = host_ns = float(self.start_ns)
+        lanes, streams, pauses, latencies, holders = (
+            self._lane,
+            self._stream,
+            self._pause,
+            self._latency,
+            self._holder,
+        )
+        for own, (call, stream, room, work) in zip(self._own_ns(change), self._deeds):
+            if call is not None and call not in change.unwaited:
+                now = max(now, last_end if stream is None else stream_end.get(stream, 0.0))
+            elif room is not None:
+                now = max(now, starts[room])
+            now += own
             host_ns += own
-            if tick.kind != _START:
-                continue
-            for i in self._work.get(tick.call, ()):
-                lane = self._lane[i]
-                free = lane_end.get(lane, float(self.start_ns))
-                if self._events[i] in change.gone:
-                    starts[i] = ends[i] = free
+            for i in work:
+                lane, stream, holder = lanes[i], streams[i], holders[i]
+                start = lane_end[lane]
+                if i in gone:
+                    starts[i] = ends[i] = start
                     continue
-                holder = self._holder[i]
+                start += pauses[i]
+                launched = now + latencies[i]
+                if launched > start:
+                    start = launched
                 held = 0.0 if holder is None else ends[holder] + self._starts[i] - self._ends[holder]
-                starts[i] = max(free + self._pause[i], now + self._latency[i], held)
-                ends[i] = lane_end[lane] = starts[i] + durations[i]
-                for stream in (self._stream[i], None):
-                    stream_end[stream] = max(stream_end.get(stream, 0.0), ends[i])
+                if held > start:
+                    start = held
+                end = start + durations[i]
+                starts[i], ends[i], lane_end[lane] = start, end, end
+                if end > stream_end.get(stream, 0.0):
+                    stream_end[stream] = end
+                if end > last_end:
+                    last_end = end
         device_ns = sum(durations[self._num_before :])
-        return self._replayed(now, max(now, stream_end[None]), device_ns, host_ns - self.start_ns)
+        return self._replayed(now, max(now, last_end), device_ns, host_ns - self.start_ns)
 
 
 def typical_steps(linked: Linked) -> pl.DataFrame:
@@ -357,21 +398,3 @@ def _busy_until(before: pl.DataFrame, start_ns: int) -> int:
 
 def _least(value: object, least: int = 0) -> int:
     return max(value, least) if isinstance(value, int) else least
-
-
-class _Shrunk:
-    def __init__(self, stretches: pl.DataFrame | None) -> None:
-        columns = ("start_ns", "end_ns", 1 - pl.col("factor"))
-        self._rows: list[tuple[int, int, float]] = [] if stretches is None else stretches.select(columns).rows()
-        self._starts = [start for start, _, _ in self._rows]
-        self._sums = list(accumulate(((end - start) * gone for start, end, gone in self._rows), initial=0.0))
-
-    def between(self, start_ns: int, end_ns: int) -> float:
-        return self._until(end_ns) - self._until(start_ns) if self._starts else 0.0
-
-    def _until(self, time_ns: int) -> float:
-        place = bisect_right(self._starts, time_ns)
-        if not place:
-            return 0.0
-        start, end, gone = self._rows[place - 1]
-        return self._sums[place] - max(0, end - max(time_ns, start)) * gone

@@ -1,7 +1,8 @@
 """Changes to a trace from a description: faster kernels, removed launches."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 
 import polars as pl
 
@@ -11,7 +12,6 @@ from stepscope.analysis.structure.nesting import matches
 from stepscope.analysis.time.replay import Change
 from stepscope.errors import UsageError
 
-_HIGHEST = 64
 _WAITING = r"(?i)synchronize"
 FIELDS = {"class": "class", "kernel": "name", "op": "op", "called": "root_op", "module": "module", "phase": "phase"}
 """Fields to select work by, and their columns in `work`."""
@@ -58,29 +58,18 @@ def stretches(spans: pl.DataFrame, factor: float = 0.0) -> pl.DataFrame:
 
 def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
     """Return the spans of the highest ops and calls all of whose GPU work is removed."""
-    host, device = linked.host, linked.device
-    parents = host["parent"].to_list()
-    is_op = (host["kind"] == "op").to_list()
-    launches = device.select("event", pl.coalesce("launch", "op").alias("row")).drop_nulls("row")
-
-    def upward(row: int | None) -> Iterator[int]:
-        for _ in range(_HIGHEST):
-            if row is None:
-                return
-            yield row
-            row = parents[row]
-
-    kept = {above for event, row in launches.iter_rows() if event not in gone for above in upward(row)}
+    above, is_op = linked.above, linked.is_op
+    num_gone = Counter(row for event in gone for row in above.get(event, ()))
     rows = set()
-    for row in launches.filter(pl.col("event").is_in(list(gone)))["row"].unique():
+    for event in gone:
         top = None
-        for at in upward(row):
-            if at in kept or not (is_op[at] or at == row):
+        for place, row in enumerate(above.get(event, ())):
+            if num_gone[row] < linked.num_below[row] or (place and not is_op[row]):
                 break
-            top = at
+            top = row
         if top is not None:
             rows.add(top)
-    return host.select("start_ns", "end_ns").gather(sorted(rows))
+    return linked.host.select("start_ns", "end_ns").gather(sorted(rows))
 
 
 def _between(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:

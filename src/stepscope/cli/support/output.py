@@ -36,9 +36,15 @@ def print_result(
     if as_json:
         write([json.dumps(to_json(), allow_nan=False), "\n"], stream)
         return
-    color = is_terminal(stream or sys.stdout) and not os.environ.get("NO_COLOR")
-    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    color, width, _ = screen(stream)
     write(["\n", to_text(color, width), "\n"], stream)
+
+
+def screen(stream: TextIO | None = None) -> tuple[bool, int, int]:
+    """Return whether to use color, how wide a text may be, and how wide the terminal is."""
+    color = is_terminal(stream or sys.stdout) and not os.environ.get("NO_COLOR")
+    columns = shutil.get_terminal_size((100, 24)).columns
+    return color, max(60, min(120, columns)), columns
 
 
 def print_document(
@@ -77,10 +83,14 @@ def write(parts: Iterable[str], stream: TextIO | None = None) -> bool:
     encoding = stream.encoding or "utf-8"
     try:
         for part in parts:
+            for copy in _copies:
+                copy.append(part)
             stream.write(_encodable(part, encoding))
         stream.flush()
         return True
     except OSError as error:
+        for copy in _copies:
+            copy.clear()  # what nobody received is not an answer
         # Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not isinstance(error, BrokenPipeError):
@@ -98,6 +108,19 @@ def _encodable(text: str, encoding: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.translate(_ASCII).replace("…", "...").encode(encoding, errors="replace").decode(encoding)
+
+
+_copies: list[list[str]] = []
+
+
+@contextmanager
+def copied() -> Iterator[list[str]]:
+    """Yield a list that receives what is written to standard output within the block."""
+    _copies.append([])
+    try:
+        yield _copies[-1]
+    finally:
+        _copies.pop()
 
 
 def tell(line: str, end: str = "\n") -> None:
