@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.recorder.files import CONTROL_FOLDER
+from stepscope.recorder.history.conditions import parse
 
 SEEN, ARMED, LATE, RUNNING, DONE, WITHDRAWN, REFUSED = (
     *("seen", "armed", "late", "running", "done"),
@@ -104,6 +105,8 @@ def _checked(kind: Any, written: dict[str, Any]) -> Any:
     found = kind(**fields)
     if found.trace > MOST_TRACED or found.clean > MOST_CLEAN or found.num_steps == WARMUP_STEPS:
         raise ValueError("a window of that size")
+    if kind is Standing:
+        parse(found.when)
     return found
 
 
