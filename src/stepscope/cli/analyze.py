@@ -97,7 +97,7 @@ def _analyze(arguments: argparse.Namespace, views: list[str]) -> None:
             analysis = session.analyze(arguments.step)
     if arguments.json and not views:
         write(chain(analysis.json_text(most), "\n"))
-        return 0
+        return
     print_document(lambda: document_of(analysis, top), lambda: analysis.to_json(most), arguments.json)
 
 
