@@ -37,7 +37,9 @@ class StepSample:
     """One finished step."""
 
     step: int
-    window: str  # `warmup`, `clean`, `trace_warmup`, `trace`, `memory` or `free`
+    window: (
+        str  # `warmup`, `clean`, `trace_warmup`, `trace`, `memory`, `free` or `triggered` (by `stepscope trigger`)
+    )
     start_ns: int  # on the process's monotonic clock, like the counters
     wall_ns: int
     host_ns: Mapping[str, int]

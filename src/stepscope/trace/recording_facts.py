@@ -45,6 +45,8 @@ class RecordingFacts(TypedDict, total=False):
     between: dict[str, dict[str, int]]
     """What the loop does between steps (`evaluation`, `checkpoint`, …): lines of the script, and how often each."""
     windows: dict[str, int]  # requested steps of each window
+    triggered: dict[str, Any]
+    """For a window of `stepscope trigger`: its `number`, its `reason` and its `first_step` in the run."""
     roots: list[str]  # classes of the modules that the script calls itself
     parameters: dict[str, Any]
     """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once. `without_optimizer`: the largest
@@ -123,6 +125,7 @@ SCHEMA: dict[str, Any] = {
     },
     "between": {"*": _EACH_COUNT},
     "windows": _EACH_COUNT,
+    "triggered": {"number": COUNT, "reason": TEXT, "first_step": COUNT},
     "roots": [TEXT],
     "parameters": {
         "num_total": COUNT, "num_trainable": COUNT, "bytes_by_dtype": _EACH_COUNT,
