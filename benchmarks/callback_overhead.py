@@ -30,7 +30,7 @@ from stepscope.integrations.huggingface import StepscopeCallback
 from stepscope.recorder import current
 from stepscope.recorder.windows import Windows
 
-STEPS_PER_BLOCK = 10
+STEPS_PER_BLOCK = 30
 CONFIG = {"vocab_size": 512, "n_positions": 128, "n_embd": 128, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
 CONFIG["eos_token_id"] = CONFIG["bos_token_id"]
 LARGE = {"vocab_size": 50304, "n_positions": 512, "n_embd": 768, "n_layer": 12, "n_head": 12}

@@ -95,9 +95,10 @@ def _turns(work: pl.DataFrame, loop: pl.DataFrame, period: int, number: int) -> 
     starts = work.filter(pl.col("event").is_in(loop["event"].implode())).select("event", "start_ns", "stream", "step")
     first = starts.row(0, named=True)
     inside = work.filter(
-        pl.col("phase").ne_missing("backward"), pl.col("stream") == first["stream"], pl.col("step") == first["step"],
+        pl.col("phase").ne_missing("backward"),
+        *(pl.col(name).eq_missing(first[name]) for name in ("stream", "step")),
         pl.col("start_ns").is_between(first["start_ns"], starts["start_ns"].max()),
-    )  # fmt: skip
+    )
     count = starts["start_ns"].search_sorted(inside["start_ns"], side="right").cast(pl.Int64) - 1
     inside = inside.with_columns((count // period).alias("turn"), (count % period).alias("place"))
     roots = inside.filter(pl.col("root").is_not_null()).unique("root", keep="first").select("root", "turn", "place")
