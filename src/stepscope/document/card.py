@@ -224,6 +224,6 @@ def _caveats(recording: Recording) -> Iterator[Fact]:
     if trimmed := (recording.facts.get("trace") or {}).get("trimmed"):
         yield Fact("note", f"trace: {trimmed}")
     if dropped := (recording.facts.get("steps") or {}).get("num_lines_dropped"):
-        yield Fact("note", f"{dropped:,} sample lines beyond the limit were dropped")
+        yield Fact("note", f"{dropped:,} lines are not in samples.jsonl. history.jsonl has sums of all steps")
     for warning in recording.warnings:
         yield Fact("warning", warning)

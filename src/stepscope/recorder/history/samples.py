@@ -103,7 +103,7 @@ class Samples:
     def flush(self) -> None:
         """Digest all steps, and let them be written."""
         self.digest()
-        self._writer.wake()
+        self._writer.settle()
 
     def close(self) -> None:
         self.digest(waits=True)

@@ -17,6 +17,7 @@ from stepscope.recorder.files import LineFile
 POLL_SECONDS = 0.25
 MOST_WAITING = 20_000  # lines: 5 MB
 CLOSE_SECONDS = 20.0
+SETTLE_SECONDS = 0.25
 
 
 class Writer:
@@ -35,6 +36,7 @@ class Writer:
         self._num_waiting = 0
         self._pid: int | None = None
         self._is_closing = False
+        self._settles = True
         self._wakes, self._is_idle = _thread.allocate_lock(), _thread.allocate_lock()
 
     @property
@@ -82,6 +84,15 @@ class Writer:
                 self._wakes.release()
             except RuntimeError:
                 pass  # it woke by itself
+
+    def settle(self) -> None:
+        """Wait until all that was put is written, so that a kill loses nothing; never again after it took long once."""
+        if self.has_thread and self._settles:
+            is_written = _thread.allocate_lock()
+            is_written.acquire()
+            self._jobs.append(is_written.release)
+            self.wake()
+            self._settles = is_written.acquire(timeout=SETTLE_SECONDS)
 
     def close(self) -> None:
         """Wait until everything is written, but not forever."""
