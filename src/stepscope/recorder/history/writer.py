@@ -86,7 +86,7 @@ class Writer:
                 pass  # it woke by itself
 
     def settle(self) -> None:
-        """Wait until all that was put is written, so that a kill loses nothing; never again after it took long once."""
+        """Wait until all that was put is written, so that a kill loses nothing; not after it took long once."""
         if self.has_thread and self._settles:
             is_written = _thread.allocate_lock()
             is_written.acquire()
