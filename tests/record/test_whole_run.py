@@ -166,6 +166,9 @@ def test_the_sampler_takes_scalars_when_they_are_due() -> None:
     sampler.take(torch.tensor(2.5, requires_grad=True))
     sampler.look(time.perf_counter_ns())
     assert [value for _, value in found] == [2.5] and not sampler.is_due
+    sampler.take(torch.tensor(1j))  # not a number that can be compared: no error, and no further samples
+    sampler.look(time.perf_counter_ns() + 10 * SECOND)
+    assert len(found) == 1 and not sampler.is_due
 
 
 def test_counters_of_a_block() -> None:

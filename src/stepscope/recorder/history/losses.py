@@ -41,7 +41,10 @@ class LossSampler:
         now_ns = time.perf_counter_ns()
         self._due_ns = now_ns + PERIOD_NS
         if isinstance(loss, torch.Tensor):
-            unseen(self._take, loss, now_ns)
+            try:
+                unseen(self._take, loss, now_ns)
+            except (RuntimeError, TypeError):  # a tensor that cannot be read: the history has no losses
+                self._due_ns, self._copied_ns = 2**63, None
         elif isinstance(loss, (int, float)):
             self._found.append((now_ns, float(loss)))
 
