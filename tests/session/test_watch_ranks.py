@@ -218,13 +218,20 @@ def test_thinned_blocks_have_the_same_sums_in_bounded_number():
 
 def test_merged_blocks_keep_what_a_gpu_did(tmp_path):
     made = Run(
-        num_steps=2, step_ns=1000 * MS, noise=0, clock_mhz=lambda step: 2000 - 1000 * step, total_bytes=1 << 30
+        num_steps=2,
+        step_ns=1000 * MS,
+        noise=0,
+        clock_mhz=lambda step: 2000 - 1000 * step,
+        total_bytes=1 << 30,
+        collections=lambda step: 3,
     )
     first, second = load(write_history(tmp_path, made)).blocks
-    gpu = merged([first, second]).gpu
+    both = merged([first, second])
+    gpu = both.gpu
 
     assert gpu.power_watts == pytest.approx(450.0) and gpu.min_sm_clock_mhz == 985
     assert gpu.energy_joules == first.gpu.energy_joules + second.gpu.energy_joules
+    assert (both.num_collections, both.loss_step, both.peak_bytes) == (6, 1, second.peak_bytes)
 
 
 def test_a_long_run_of_several_ranks_is_kept_in_bounded_memory(tmp_path, monkeypatch):

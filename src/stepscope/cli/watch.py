@@ -97,8 +97,9 @@ def _draw(run: "WatchedRun", every_s: float) -> int:
     """Draw a run until it ends or somebody presses q; what was last on the screen stays on the terminal."""
     from stepscope.cli.support.screen import Screen
 
-    status = run.status(with_rules=False)  # the rules take as long as all else
     with Screen() as screen:
+        screen.draw("Reading the history …", "")
+        status = run.status(with_rules=False)  # they come a moment later
         read_s = -every_s
         while not status.is_over:
             columns, _ = screen.size

@@ -17,7 +17,7 @@ from stepscope.document.model import (
     Trends,
     Value,
 )
-from stepscope.findings.run_status import PACE_S, RunStatus
+from stepscope.findings.run_status import PACE_S, RankStatus, RunStatus
 from stepscope.formatting import cell, count, duration, elapsed, plural, safe, significant, size, span, whole_percent
 
 _PARTS = {
@@ -27,7 +27,7 @@ _PARTS = {
     "other": "rest of the loop",
     **BETWEEN,
 }
-_MOST_PARTS, _MOST_LOST, _MOST_NOTES = 8, 4, 8
+_MOST_PARTS, _MOST_LOST, _MOST_NOTES, _MOST_RANKS = 8, 4, 8, 8
 
 
 def run_document(status: RunStatus) -> Document:
@@ -133,9 +133,14 @@ def _bars(status: RunStatus) -> Bars:
 
 
 def _ranks(status: RunStatus) -> Table:
-    """Return the ranks, those in trouble and those behind first."""
+    """Return the ranks: those in trouble first, and of many the slowest next."""
     order = {"died": 0, "failed": 1, "silent": 2, "starting": 3}
-    ranks = sorted(status.ranks, key=lambda rank: (order.get(rank.state, 4), rank.num_steps))
+    are_many = len(status.ranks) > _MOST_RANKS
+
+    def place(rank: RankStatus) -> tuple[int, float]:
+        return order.get(rank.state, 4), -(rank.step_ns or 0.0) if are_many else 0.0
+
+    ranks = sorted(status.ranks, key=place)
     columns: dict[str, list[Value]] = {
         "rank": [rank.name.removeprefix("rank ") for rank in ranks],
         "state": [rank.state for rank in ranks],
@@ -151,7 +156,7 @@ def _ranks(status: RunStatus) -> Table:
     known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     screen = ("rank", "state", "num_steps", "step_time_ns", "memory_bytes", "power_watts", "data_share",
               "sm_clock_mhz", "gpu_busy_share", "host")  # fmt: skip
-    return Table("ranks", "ranks", known, num_shown=8, screen=screen)
+    return Table("ranks", "ranks", known, num_shown=_MOST_RANKS, screen=screen)
 
 
 def _events(status: RunStatus) -> Table:
