@@ -111,6 +111,15 @@ def test_many_ranks_in_trouble_are_one_warning_that_names_the_one_behind(tmp_pat
     assert "furthest behind: rank 7" in found.warnings[0].text and "20 ranks failed" in found.warnings[0].text
 
 
+def test_a_launcher_that_does_not_train_is_not_in_the_way(tmp_path):
+    folder = write_recording(tmp_path, {"status": "interrupted"}, [])
+    made(folder / "process4711", **GPU)
+    found = status(folder)
+
+    assert (found.num_steps, found.per_s, found.leading.name) == (1000, 81_920.0, "process4711")
+    assert verdict_of(found).startswith("Step 1,000") and "GPU power" in terminal_text(run_document(found))
+
+
 def test_a_restarted_run_counts_all_its_steps_and_the_time_between(tmp_path):
     found = status(made(tmp_path, restart_at=(600,)), 2000)
 

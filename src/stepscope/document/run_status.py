@@ -89,7 +89,7 @@ def _number(value: float) -> str:
 
 def _trends(status: RunStatus) -> Iterator[Trend]:
     found = status.series
-    first = status.ranks[0]
+    first = status.leading
     ranks = f"{len(status.ranks)} ranks; line: rank 0" if len(status.ranks) > 1 and status.unit != "steps" else ""
     if status.per_s is not None and "per_s" in found:
         yield Trend("throughput", throughput(status), found["per_s"], "per_s", ranks)
@@ -177,7 +177,7 @@ def _events(status: RunStatus) -> Table:
 
 def line_of(status: RunStatus) -> str:
     """Return the figures in one line, for a log."""
-    first = status.ranks[0]
+    first = status.leading
     if not status.num_steps or status.state not in ("running", "starting"):
         return verdict_of(status)
     of = f" of {status.num_planned:,}" if status.num_planned else ""

@@ -71,7 +71,7 @@ class Event:
 
 @dataclass(frozen=True, repr=False)
 class RunStatus(Shown):
-    """A run at one moment. Figures are rank 0's unless they say otherwise; None is unknown."""
+    """A run at one moment. Figures are those of the first rank unless they say otherwise; None is unknown."""
 
     folder: Path
     script: str
@@ -117,6 +117,11 @@ class RunStatus(Shown):
         """Whether all ranks have ended."""
         return all(rank.state in ("died", "finished", "failed") for rank in self.ranks)
 
+    @property
+    def leading(self) -> RankStatus:
+        """The rank whose figures these are: the first that trains."""
+        return next((rank for rank in self.ranks if rank.num_steps), self.ranks[0])
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that `stepscope watch --json` prints (docs/watch.md); it has no series."""
         fields = {**asdict(self), "folder": str(self.folder)}
@@ -144,7 +149,7 @@ class WatchedRun:
     def status(self, with_rules: bool = True) -> RunStatus:
         """Return the run now; RecordingError if its folder was deleted. Without rules it is faster."""
         ranks = self._watch.update()
-        first = ranks[0].history
+        first = leading(ranks).history
         key = first.blocks[-1:], first.events[-1:]
         if self._grown != key:
             self._run = run_of(None, first)
@@ -155,6 +160,11 @@ class WatchedRun:
             self._found = tuple(RunWarning(each.id, str(number), each.sentence) for number, each in _numbered(found))
         warnings = (*rank_warnings(ranks), *self._found)
         return status_of(self._watch.folder, ranks, self._run, self._goodput, warnings, self._num_planned)
+
+
+def leading(ranks: Sequence[Rank]) -> Rank:
+    """Return the rank whose figures are shown: the first that trains, as a launcher may come before it."""
+    return next((rank for rank in ranks if rank.history.blocks), ranks[0])
 
 
 def _numbered(findings: Sequence[Finding]) -> Iterator[tuple[int, Finding]]:
@@ -173,8 +183,8 @@ def status_of(
     warnings: tuple[RunWarning, ...],
     num_planned: int | None,
 ) -> RunStatus:
-    """Return the status of a run: `ranks` as they are now, `run` and `goodput` of the first."""
-    first = ranks[0]
+    """Return the status of a run: `ranks` as they are now, `run` and `goodput` of the leading one."""
+    first = leading(ranks)
     unit, _ = _work(first)
     rates = [rate for rank in ranks if not rank.is_over and (rate := _rate(rank, unit)) is not None]
     if first.is_over:
