@@ -215,7 +215,7 @@ def test_once_in_json_and_as_text(run):
     text, found = run_verb("watch", run, "--once"), run_verb("watch", run, "--once", "--json", "--steps", 1500)
 
     assert (text.returncode, found.returncode) == (0, 0)
-    assert text.stdout.startswith("Step 1,000, 81.9 k tokens/s.\n")
+    assert text.stdout.startswith("Step 1,000, 81.9 k tokens/s.")
     assert json.loads(found.stdout)["left_s"] == pytest.approx(50.0)
 
 

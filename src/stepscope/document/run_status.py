@@ -27,6 +27,7 @@ _PARTS = {
     "other": "rest of the loop",
     **BETWEEN,
 }
+_OVERDUE_S = 5.0
 _MOST_PARTS, _MOST_LOST, _MOST_NOTES, _MOST_RANKS = 8, 4, 8, 8
 
 
@@ -66,7 +67,14 @@ def verdict_of(status: RunStatus) -> str:
         return f"No step has ended for {elapsed(silent_s)}. The last one was step {status.num_steps - 1:,}."
     pace = f", {throughput(status)}" if status.per_s else ""
     left = f" About {elapsed(status.left_s)} left." if status.left_s is not None else ""
-    return f"Step {steps}{pace}.{left}{_trouble(status)}"
+    ago = f" The last step ended {_ago(status)}." if _ago(status) else ""
+    return f"Step {steps}{pace}.{left}{ago}{_trouble(status)}"
+
+
+def _ago(status: RunStatus) -> str:
+    """Return when the last step ended if the next one is overdue, so that old figures are not taken for new ones."""
+    silent_s = status.leading.silent_s
+    return f"{elapsed(silent_s)} ago" if silent_s > max(_OVERDUE_S, 3e-9 * (status.step_ns or 0.0)) else ""
 
 
 def _trouble(status: RunStatus) -> str:
@@ -186,4 +194,5 @@ def line_of(status: RunStatus) -> str:
     found += [size(first.memory_bytes) if first.memory_bytes else ""]
     found += [f"goodput {whole_percent(status.goodput)}" if status.goodput is not None else ""]
     found += [f"{elapsed(status.left_s)} left" if status.left_s is not None else ""]
+    found += [f"last step {_ago(status)}" if _ago(status) else ""]
     return "  ".join(filter(None, found))
