@@ -168,7 +168,11 @@ def test_a_loss_that_is_no_number_is_shown_and_valid_json(tmp_path, loss):
 def test_before_the_first_step_and_at_the_end(tmp_path):
     folder = write_recording(tmp_path / "new", {"status": "interrupted", "pid": 1}, [])
     assert verdict_of(status(folder)) == "Waiting for the first step." and not status(folder).is_over
-    finished = status(made(tmp_path / "done", ends="finished"))
+    finished = status(made(tmp_path / "done", ends="finished", save_every=300))
+    assert [(event.kind, event.seconds, event.place) for event in finished.events] == [
+        ("checkpoint", 3.0, "train.py:40 save")
+    ] * 3
+    finished = status(made(tmp_path / "other", ends="finished"))
     assert verdict_of(finished) == "The run finished after 2 min and 1,000 steps." and finished.is_over
     assert finished.per_s == 81_920.0 and finished.warnings == ()
 

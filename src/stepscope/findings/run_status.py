@@ -219,7 +219,7 @@ def status_of(
         ranks=tuple(map(_rank_status, ranks)),
         events=tuple(
             Event(each.kind, each.step, each.ns / 1e9, run.clock_text(each.start_ns), each.place)
-            for each in run.happenings[-MOST_EVENTS:]
+            for each in [each for each in run.happenings if each.kind != "end"][-MOST_EVENTS:]
         ),
         warnings=warnings,
         span_s=(run.blocks[-1].end_ns - run.blocks[0].start_ns) / 1e9 if run.blocks else 0.0,
