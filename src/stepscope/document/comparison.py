@@ -11,6 +11,7 @@ from stepscope.analysis.comparison.metrics import FEWEST, METRICS, NO_DIFFERENCE
 from stepscope.analysis.comparison.significance import SIGNIFICANCE
 from stepscope.analysis.time.phases import UNATTRIBUTED
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table
+from stepscope.document.whole_run_comparison import whole_run_parts
 from stepscope.formatting import average, milliseconds, percent, plural, significant, size
 
 MINUS = "−"
@@ -45,6 +46,8 @@ def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
         tables = tuple(_parts(table, num_rows) for table in shown)
         sections.append(Section("causes", f"Where the change comes from{at}", tables))
         sections.append(Section("differences", "What else differs", tuple(_differences(detailed, pairs))))
+    if comparison.runs is not None:
+        sections.append(Section("runs", "Whole runs", tuple(whole_run_parts(comparison.runs))))
     return Document("comparison", headline(comparison), tuple(section for section in sections if section.parts))
 
 

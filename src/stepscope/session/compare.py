@@ -10,7 +10,9 @@ from stepscope.analysis.comparison.compare import ASPECTS, NO_TRACE, Comparison,
 from stepscope.analysis.comparison.metrics import THRESHOLD_SHARE
 from stepscope.analysis.comparison.subjects import idle_ns, one_side, pair_points, point_subject, recording_subject
 from stepscope.analysis.comparison.sweeps import PointSummary, varying_axes
+from stepscope.analysis.comparison.whole_runs import WholeRuns, compare_runs
 from stepscope.errors import NotComparableError, StepscopeError, UsageError
+from stepscope.session.goodput import goodput_of
 from stepscope.session.session import Progress, Session, open_session
 from stepscope.trace.kind import Kind
 
@@ -71,7 +73,18 @@ def compare(
         pairs = [sides_of.compare_pair(first, second, threshold_share, allow)]
     results = sides_of.decide(gates, pairs, only[0])
     names = [", ".join(str(session.path) for session in side) for side in sides]
-    return Comparison(kind, names[0], names[1], threshold_share, tuple(pairs), *only, results)
+    runs = _whole_runs(base[0], new[0]) if kind == "recording" and not has_runs else None
+    return Comparison(kind, names[0], names[1], threshold_share, tuple(pairs), *only, results, runs)
+
+
+def _whole_runs(base: Session, new: Session) -> WholeRuns | None:
+    """Return both runs from start to end; None if one has no history, as before Stepscope recorded whole runs."""
+    if base.run.began is None or new.run.began is None:
+        return None
+    times = goodput_of(base), goodput_of(new)
+    if times[0] is None or times[1] is None:
+        return None
+    return compare_runs(base.run, times[0], new.run, times[1])
 
 
 def _common_kind(sessions: Sequence[Session]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from stepscope.analysis.comparison import metrics
 from stepscope.analysis.comparison.metrics import METRICS, THRESHOLD_SHARE, TOO_FEW, Change, Measure, change_of
+from stepscope.analysis.comparison.whole_runs import WholeRuns
 from stepscope.analysis.time.phases import UNATTRIBUTED
 from stepscope.display import Shown
 from stepscope.errors import UsageError
@@ -259,6 +260,9 @@ class Comparison(Shown):
     only_in_base: tuple[str, ...]  # points without a counterpart
     only_in_new: tuple[str, ...]
     gates: tuple[GateResult, ...]
+    runs: WholeRuns | None = (
+        None  # both runs from start to end; null unless both sides are one recording with a history
+    )
 
     @property
     def exit_code(self) -> int:

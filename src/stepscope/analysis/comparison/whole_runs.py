@@ -1,0 +1,110 @@
+"""Two whole runs side by side: throughput, goodput, loss against step and against time, and where each changes."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from stepscope.analysis.run.drift import step_changes
+from stepscope.analysis.run.goodput import Goodput
+from stepscope.analysis.run.series import Run, Track
+
+NUM_POINTS = 10
+_NEAR_SHARE = 0.05  # of the common range: losses that near stand for a point
+
+
+@dataclass(frozen=True)
+class RunChange:
+    """A change of the step time."""
+
+    step: int
+    kind: str  # `step` or `drift`
+    time_of_day: str
+    before_ns: float
+    after_ns: float
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """One run from its start to its end."""
+
+    num_steps: int
+    wall_ns: int  # since the start
+    goodput: float
+    rows: dict[str, int]  # what took the time, in ns
+    unit: str | None  # `tokens` or `samples`; null if neither was seen
+    per_s: float | None  # of them since the start, with everything that is not training
+    steps_per_s: float
+    changes: tuple[RunChange, ...]
+
+
+@dataclass(frozen=True)
+class LossAt:
+    """The losses of both runs after the same number of steps, or the same time."""
+
+    at: float  # a step, or seconds since the start
+    base: float  # the median of losses near it
+    new: float
+
+
+@dataclass(frozen=True)
+class WholeRuns:
+    base: RunFigures
+    new: RunFigures
+    loss_by_step: tuple[LossAt, ...]  # over the steps that both have
+    loss_by_time: tuple[LossAt, ...]  # over the time that both have
+
+
+def compare_runs(base: Run, base_time: Goodput, new: Run, new_time: Goodput) -> WholeRuns:
+    sides = (base, base_time), (new, new_time)
+    losses = [_finite(run.tracks.get("loss")) for run, _ in sides]
+    return WholeRuns(
+        base=_figures(base, base_time),
+        new=_figures(new, new_time),
+        loss_by_step=_points([(track.steps, track.values) for track in losses]),
+        loss_by_time=_points([([ns / 1e9 for ns in track.ns], track.values) for track in losses]),
+    )
+
+
+def _figures(run: Run, time: Goodput) -> RunFigures:
+    unit, num = ("tokens", time.num_tokens) if time.num_tokens else ("samples", time.num_samples)
+    seconds = max(1, time.wall_ns) / 1e9
+    changes = tuple(
+        RunChange(step, change.kind, run.clock_text(run.ns_of(step)), change.before, change.after)
+        for change, step, _ in step_changes(run)
+    )
+    return RunFigures(
+        num_steps=run.num_steps,
+        wall_ns=time.wall_ns,
+        goodput=time.share,
+        rows=dict(time.rows),
+        unit=unit if num else None,
+        per_s=num / seconds if num else None,
+        steps_per_s=run.num_steps / seconds,
+        changes=changes,
+    )
+
+
+def _finite(track: Track | None) -> Track:
+    known = [] if track is None else [at for at in zip(track.steps, track.ns, track.values) if math.isfinite(at[2])]
+    return Track(*zip(*known)) if known else Track((), (), ())
+
+
+def _points(sides: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[LossAt, ...]:
+    """Return both losses at equal distances over the common range."""
+    if not all(places for places, _ in sides):
+        return ()
+    first, last = max(places[0] for places, _ in sides), min(places[-1] for places, _ in sides)
+    found = []
+    for number in range(1, NUM_POINTS + 1):
+        at = first + (last - first) * number / NUM_POINTS
+        near = [_near(places, values, at, _NEAR_SHARE * (last - first)) for places, values in sides]
+        if last > first and near[0] is not None and near[1] is not None:
+            found.append(LossAt(at, near[0], near[1]))
+    return tuple(found)
+
+
+def _near(places: Sequence[float], values: Sequence[float], at: float, distance: float) -> float | None:
+    begin, end = bisect_left(places, at - distance), bisect_left(places, at + distance)
+    return median(values[begin:end]) if end > begin else None

@@ -1,0 +1,62 @@
+"""Two whole runs compared: throughput, goodput, losses against step and against time, and where each changes."""
+
+import pytest
+
+from history_maker import Run, write_history
+from stepscope.analysis.comparison.whole_runs import WholeRuns
+from stepscope.document.comparison import comparison_document
+from stepscope.render.terminal import terminal_text
+from stepscope.session import open_session
+from stepscope.session.compare import compare
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    slow = {"slower": lambda step: 1.5 if step >= 1200 else 1.0, "save_every": 100}
+    base = open_session(write_history(folder / "base", Run(num_steps=2_000)))
+    new = open_session(write_history(folder / "new", Run(num_steps=2_000, **slow)))
+    return compare([base], [new])
+
+
+@pytest.fixture(scope="module")
+def runs(compared) -> WholeRuns:
+    assert compared.runs is not None
+    return compared.runs
+
+
+def test_figures_since_the_start(runs):
+    assert (runs.base.num_steps, runs.new.num_steps) == (2_000, 2_000)
+    assert runs.base.wall_ns == pytest.approx(220e9, rel=0.01)  # 20 s of start-up, 100 ms per step
+    saved, slower = 20 * 3e9, 800 * 0.5 * 95e6
+    assert runs.new.wall_ns == pytest.approx(220e9 + saved + slower, rel=0.02)
+    assert runs.base.unit == "tokens" and runs.base.per_s == pytest.approx(2_000 * 8192 / 220, rel=0.01)
+    assert runs.new.rows["checkpoint"] == 60_000_000_000 and runs.base.goodput > runs.new.goodput
+
+
+def test_where_each_changes(runs):
+    assert runs.base.changes == ()
+    (change,) = runs.new.changes
+    assert change.kind == "step" and change.step == pytest.approx(1200, abs=30) and ":" in change.time_of_day
+
+
+def test_losses_are_equal_at_a_step_and_later_in_time(runs):
+    assert len(runs.loss_by_step) == len(runs.loss_by_time) == 10
+    assert all(point.new == pytest.approx(point.base, rel=0.02) for point in runs.loss_by_step)
+    assert all(point.new > point.base for point in runs.loss_by_time)
+    assert runs.loss_by_time[-1].at <= 220
+
+
+def test_the_document_and_json_have_them(compared):
+    text = terminal_text(comparison_document(compared), width=100)
+    assert "tokens per second" in text and "Loss against time" in text and "slower" in text
+    told = compared.to_json()["runs"]
+    assert told["new"]["changes"][0]["step"] == pytest.approx(1200, abs=30)
+
+
+def test_recordings_without_a_history_have_no_whole_runs(tmp_path):
+    from handmade import cpu_facts, sample, write_recording
+
+    for name in ("a", "b"):
+        write_recording(tmp_path / name, cpu_facts(trace=None), [sample(step) for step in range(8)])
+    assert compare([open_session(tmp_path / "a")], [open_session(tmp_path / "b")]).runs is None
