@@ -22,14 +22,24 @@ FEWEST = 24  # values; with less there is nothing to compare
 LEAST_SHARE = 0.05  # of the level before; less does not matter
 SHORTEST_SHARE = 0.1  # of the series on each side of a change; shorter ones are bursts
 _STRETCHES = 8  # of the shorter side, which are compared
-LOW = 0.25  # the quantile that stands for a stretch: noise only makes steps longer
 _OUTLYING = 0.13  # of the stretches on a side may be like the other side
 _GAP = 0.5  # of the change: the distance between the stretches of both sides
 _RANK_STATISTIC = 4.5  # standard deviations of the sum of ranks, if values were independent
-_CHUNKS = 40  # stretches that a slow change is fitted to
-_CONCORDANT = 0.6  # Kendall's tau of the stretches from the begin of a slow change on
-_RESIDUALS = 4.0  # a slow change is this many times as large as the spread around it
+_AS_GOOD = 1.05  # of the residuals
 _BETTER = 0.85  # of the residuals of levels; a slow change must explain the series better by that
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What a series must show in spite of its noise."""
+
+    quantile: float  # that stands for a stretch
+    concordant: float  # Kendall's tau of the stretches from the begin of a slow change on
+    num_stretches: int  # that a slow change is fitted to
+    errors: float  # a slow change is this many times its standard error
+
+
+ONE_SIDED, EVEN = Noise(0.25, 0.6, 40, 7.0), Noise(0.5, 0.4, 30, 4.0)
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,12 @@ class Change:
         return (self.after - self.before) / self.before if self.before else 0.0
 
 
-def changes(values: Sequence[float], least_share: float = LEAST_SHARE) -> tuple[Change, ...]:
+def changes(
+    values: Sequence[float], least_share: float = LEAST_SHARE, is_one_sided: bool = True
+) -> tuple[Change, ...]:
     """Return the changes of a series in order; none if it is short, or noise could be the reason.
+
+    `is_one_sided` is noise that only makes values larger, for as long as it likes, as other processes do.
 
     >>> [(each.kind, each.index, each.after) for each in changes([10.0, 11.0] * 50 + [20.0, 21.0] * 50)]
     [('step', 100, 20.5)]
@@ -58,18 +72,18 @@ def changes(values: Sequence[float], least_share: float = LEAST_SHARE) -> tuple[
     points = [median(values[i : i + group]) for i in range(0, len(values), group)] if group > 1 else list(values)
     if len(points) < FEWEST:
         return ()
-    found = _changes(points, least_share)
+    found = _changes(points, least_share, ONE_SIDED if is_one_sided else EVEN)
     return tuple(
         Change(each.kind, each.index * group, min(len(values), each.end * group), each.before, each.after)
         for each in found
     )
 
 
-def level_changes(values: Sequence[float], least_share: float) -> list[int]:
+def level_changes(values: Sequence[float], least_share: float, noise: Noise) -> list[int]:
     """Return where the level of a series changes at once: the indices of the first values after each change."""
     if len(values) < FEWEST:
         return []
-    shortest = max(FEWEST // 3, round(SHORTEST_SHARE * len(values)))
+    shortest = max(FEWEST // 4, round(SHORTEST_SHARE * len(values)))
     cuts: list[int] = []
     pending = [(0, len(values))]
     while pending:
@@ -78,14 +92,14 @@ def level_changes(values: Sequence[float], least_share: float) -> list[int]:
         for left, right in _seeded(begin, end, 2 * shortest):
             score, index = _rank_split(values[left:right], shortest)
             if score > max(_RANK_STATISTIC, best[0] if best else 0.0) and _is_apart(
-                values[left : left + index], values[left + index : right], least_share
+                values[left : left + index], values[left + index : right], least_share, noise
             ):
                 best = score, left + index
         if best is not None:
             cut = _refined(values, begin, best[1], end, shortest)
             cuts.append(cut)
             pending += [(begin, cut), (cut, end)]
-    return _confirmed(values, sorted(cuts), least_share)
+    return _confirmed(values, sorted(cuts), least_share, noise)
 
 
 def _seeded(begin: int, end: int, shortest: int) -> Iterator[tuple[int, int]]:
@@ -123,13 +137,13 @@ def _rank_split(values: Sequence[float], shortest: int) -> tuple[float, int]:
     )
 
 
-def _is_apart(before: Sequence[float], after: Sequence[float], least_share: float) -> bool:
+def _is_apart(before: Sequence[float], after: Sequence[float], least_share: float, noise: Noise) -> bool:
     """Return whether the stretches of one side lie clearly apart from those of the other."""
     change = median(after) - median(before)
     if abs(change) < least_share * abs(median(before)) or not change:
         return False
     length = max(1, min(len(before), len(after)) // _STRETCHES)
-    sides = [sorted(stretches(side, length)) for side in (before, after)]
+    sides = [sorted(stretches(side, length, noise.quantile)) for side in (before, after)]
     low, high = sides if change > 0 else sides[::-1]
     return quantile(high, _OUTLYING) - quantile(low, 1 - _OUTLYING) >= _GAP * abs(change)
 
@@ -146,14 +160,14 @@ def _refined(values: Sequence[float], begin: int, cut: int, end: int, shortest: 
     return begin + min(range(first, last + 1), key=sums.__getitem__)
 
 
-def _confirmed(values: Sequence[float], cuts: list[int], least_share: float) -> list[int]:
+def _confirmed(values: Sequence[float], cuts: list[int], least_share: float, noise: Noise) -> list[int]:
     """Return the cuts that also hold between their neighbors."""
     while cuts:
         ends = [0, *cuts, len(values)]
         weak = [
             (abs(median(values[a:k]) - median(values[k:b])), k)
             for a, k, b in zip(ends, cuts, ends[2:])
-            if not _is_apart(values[a:k], values[k:b], least_share)
+            if not _is_apart(values[a:k], values[k:b], least_share, noise)
         ]
         if not weak:
             break
@@ -161,43 +175,46 @@ def _confirmed(values: Sequence[float], cuts: list[int], least_share: float) -> 
     return cuts
 
 
-def stretches(values: Sequence[float], length: int) -> list[float]:
-    """Return the low quartile of each stretch of at least `length` values."""
+def stretches(values: Sequence[float], length: int, share: float = 0.25) -> list[float]:
+    """Return a quantile of each stretch of at least `length` values."""
     num = max(1, len(values) // length)
     ends = [round(i * len(values) / num) for i in range(num + 1)]
-    return [quantile(sorted(values[a:b]), LOW) for a, b in pairwise(ends)]
+    return [quantile(sorted(values[a:b]), share) for a, b in pairwise(ends)]
 
 
-def _changes(values: Sequence[float], least_share: float) -> list[Change]:
-    cuts = level_changes(values, least_share)
+def _changes(values: Sequence[float], least_share: float, noise: Noise) -> list[Change]:
+    cuts = level_changes(values, least_share, noise)
     ends = [0, *cuts, len(values)]
     levels = [median(values[a:b]) for a, b in pairwise(ends)]
     steps = [Change(STEP, cut, ends[i + 2], levels[i], levels[i + 1]) for i, cut in enumerate(cuts)]
-    if (slow := _drift(values, least_share, steps)) is not None:
+    if (slow := _drift(values, least_share, noise, steps)) is not None:
         return [slow]
     found = []
     for a, b, step in zip(ends, ends[1:], [None, *steps]):
         found += [step] if step is not None else []
         # A level that lasts may drift by itself.
-        if cuts and b - a >= 0.4 * len(values) and (slow := _drift(values[a:b], least_share, [])) is not None:
+        if cuts and b - a >= 0.4 * len(values) and (slow := _drift(values[a:b], least_share, noise, [])) is not None:
             found.append(Change(DRIFT, a + slow.index, a + slow.end, slow.before, slow.after))
     return found
 
 
-def _drift(values: Sequence[float], least_share: float, steps: Sequence[Change]) -> Change | None:
+def _drift(values: Sequence[float], least_share: float, noise: Noise, steps: Sequence[Change]) -> Change | None:
     """Return the slow change that explains a series better than `steps`; None if there is none."""
-    length = max(1, len(values) // _CHUNKS)
-    points = stretches(values, length)
+    length = max(1, len(values) // noise.num_stretches)
+    points = stretches(values, length, noise.quantile)
     num = len(points)
     if num < FEWEST:
         return None
     fits = [hinge(points, k) for k in range(0, num - num // 4)]
     cost, k, level, slope = min(fits)
+    if fits[0][0] <= _AS_GOOD * cost:  # from the beginning on: the simplest that explains it as well
+        cost, k, level, slope = fits[0]
     rise = slope * (num - 1 - k)
     residual = cost / num * 1.25  # of a normal distribution, the standard deviation is that much larger
-    if abs(rise) < least_share * abs(level) or abs(rise) < _RESIDUALS * residual:
+    error = residual * (12 / (num - k)) ** 0.5  # of the rise of a line through that many points
+    if abs(rise) < least_share * abs(level) or abs(rise) < noise.errors * error:
         return None
-    if abs(tau(points[k:])) < _CONCORDANT:
+    if abs(tau(points[k:])) < noise.concordant:
         return None
     scale = len(values) / num
     levels = _level_at(steps, values, scale, num)

@@ -1,17 +1,19 @@
 """Steps that become slower in the course of a run, and what changed with them."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 
 from stepscope.analysis.run.change_points import DRIFT, Change, changes
-from stepscope.analysis.run.series import Run, TimeBlock, own_ns
+from stepscope.analysis.run.series import Run, TimeBlock, Track, own_ns
 from stepscope.analysis.time.loop_time import BETWEEN, DATA
 
 WORK = "work per step"
 _LEAST_PART = 0.25  # of the change; smaller parts are not its reason
 _NEAR = 0.02  # of the run's steps
+_CELLS = 60
 _CLOCK_DROP, _MORE_MEMORY, _MORE_COLLECTIONS = 0.03, 0.1, 0.5
 
 
@@ -50,33 +52,54 @@ def step_changes(run: Run) -> list[tuple[Change, int, int]]:
     """Return every change of the step time, faster ones too, each with its first step and the one after its last."""
     steps, values = step_series(run)
     ends = [*steps, run.last_step + 1]
-    return [(change, ends[change.index], ends[change.end]) for change in changes(values)]
+    found = changes(values, is_one_sided="core_wait_share" not in run.tracks)
+    return [(change, ends[change.index], ends[change.end]) for change in found]
 
 
 def step_series(run: Run) -> tuple[list[int], list[float]]:
     """Return first steps of cells of equally many steps, and the typical step time of each.
 
     The blocks of a history become longer as the run goes on. Where it is known, time in which training waited for a
-    CPU core is left out: it comes from other processes. It is spread unevenly over steps, so it is taken from their
-    mean.
+    CPU core is left out: it comes from other processes. It is spread unevenly over steps, so it is taken from the sum
+    of many.
     """
     blocks, waits = run.free, run.tracks.get("core_wait_share")
     length = max((block.num_steps for block in blocks), default=1)
     if waits is not None:
-        gaps = sorted(later - earlier for earlier, later in pairwise(waits.steps))
-        length = max([length, *gaps[len(gaps) * 9 // 10 :][:1]])
+        length = max(length, run.num_steps // _CELLS)
     cells: dict[int, list[TimeBlock]] = {}
     for block in blocks:
         cells.setdefault(block.step // length, []).append(block)
+    if waits is None:
+        return [cell[0].step for cell in cells.values()], [
+            median(b.median_ns for b in cell) for cell in cells.values()
+        ]
+    waited = _Waited(waits)
     values = []
     for cell in cells.values():
-        share = None if waits is None else waits.mean(cell[0].step, cell[-1].step + cell[-1].num_steps, and_next=True)
-        if share is None:
-            values.append(median(block.median_ns for block in cell))
-        else:
-            own = sum(own_ns(block.wall_ns, block.host_ns) for block in cell)
-            values.append(own / sum(block.num_steps for block in cell) * (1 - min(0.99, share)))
+        own = sum(own_ns(block.wall_ns, block.host_ns) for block in cell)
+        rest = own - waited.between(cell[0].start_ns, cell[-1].end_ns)
+        values.append(max(0.01 * own, rest) / sum(block.num_steps for block in cell))
     return [cell[0].step for cell in cells.values()], values
+
+
+class _Waited:
+    """The time that training waited for a core until each reading, and in between at the same rate."""
+
+    def __init__(self, shares: Track) -> None:
+        lengths = [later - earlier for earlier, later in pairwise(shares.ns)]
+        self._ns = shares.ns
+        self._sums = [0.0, *accumulate(ns * share for ns, share in zip(lengths, shares.values[1:]))]
+
+    def between(self, start_ns: int, end_ns: int) -> float:
+        return self._until(end_ns) - self._until(start_ns)
+
+    def _until(self, ns: int) -> float:
+        i = bisect_left(self._ns, ns)
+        if i == 0 or i == len(self._ns):
+            return self._sums[max(0, i - 1)]
+        share = (ns - self._ns[i - 1]) / max(1, self._ns[i] - self._ns[i - 1])
+        return self._sums[i - 1] + share * (self._sums[i] - self._sums[i - 1])
 
 
 def slowdowns(run: Run) -> tuple[Slowdown, ...]:

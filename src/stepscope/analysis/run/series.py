@@ -53,10 +53,9 @@ class Track:
     ns: Sequence[int]  # since the beginning of the run
     values: Sequence[float]
 
-    def mean(self, first: int, last: int, and_next: bool = False) -> float | None:
-        """Return the mean from one step to before another, and of the next value; None if it is not known there."""
+    def mean(self, first: int, last: int) -> float | None:
+        """Return the mean from one step to before another; None if it is not known there."""
         begin, end = bisect_left(self.steps, first), bisect_left(self.steps, last)
-        end = min(len(self.steps), end + 1) if and_next else end
         return sum(self.values[begin:end]) / (end - begin) if end > begin else None
 
 
