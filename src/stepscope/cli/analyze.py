@@ -26,7 +26,6 @@ examples:
 """
 
 import argparse
-import gc
 import os
 from contextlib import ExitStack
 from itertools import chain
@@ -69,7 +68,6 @@ def main(arguments: argparse.Namespace) -> int:
     # Polars' allocator keeps freed memory for half a second; returning it sooner lowers the peak by a sixth. Polars
     # reads this when it is loaded.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")
-    gc.disable()  # hardly any cycles are made here, and a collection walks all imported modules
     views = [name for name in VIEWS if getattr(arguments, name)]
     if len(views) > 1:
         raise UsageError(f"--{views[0]} and --{views[1]}: choose one")

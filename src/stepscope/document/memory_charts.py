@@ -5,6 +5,7 @@ from typing import Any
 
 from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, REMAINDER, Account
 from stepscope.analysis.memory.by_owner import Alive, LevelsBy, alive_at_peak, known_split, levels_by
+from stepscope.analysis.memory.timeline import on_device
 from stepscope.document.model import Bars, Lines, Mark, Series, Tree
 from stepscope.document.sections.trees import Branch
 from stepscope.formatting import percent, plural, safe, size
@@ -18,10 +19,10 @@ _BY = {"owner": "owner", "phase": "the phase that allocated it"}
 
 def memory_charts(found: Account, memory: Mapping[str, Any]) -> Iterator[Lines | Bars | Tree]:
     """Yield memory over the step, what is alive at the peak as a bar, and as a treemap."""
-    split = known_split(memory)
-    yield timeline(found, levels_by(memory, split))
+    split, known = known_split(memory), on_device(memory)
+    yield timeline(found, levels_by(memory, split, known=known))
     yield _at_peak(found, split)
-    yield from _treemap(found, alive_at_peak(memory), split)
+    yield from _treemap(found, alive_at_peak(memory, known), split)
 
 
 def timeline(found: Account, levels: LevelsBy) -> Lines:

@@ -99,9 +99,14 @@ class Case:
         return self.summary.step_ns.median
 
     @cached_property
+    def allocations(self) -> dict[str, Any]:
+        """Every allocation of the recording's memory window, or else of the trace's memory events."""
+        return trace_memory(self.linked) if self._window is None else self._window()
+
+    @cached_property
     def memory(self) -> memory_account.Account:
-        """What was live at the peak, from the recording's memory window or the trace's memory events."""
-        return memory_account.account(trace_memory(self.linked) if self._window is None else self._window())
+        """What was live at the peak."""
+        return memory_account.account(self.allocations)
 
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:

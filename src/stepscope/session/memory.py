@@ -38,8 +38,9 @@ class MemoryReport:
         }
 
 
-def window_report(path: Path, memory: dict[str, Any]) -> MemoryReport:
-    found = account(memory)
+def window_report(path: Path, memory: dict[str, Any], found: Account | None = None) -> MemoryReport:
+    """Return the report of a recording's window; `found` is its account, if it is known already."""
+    found = found or account(memory)
     notes = []
     if found.num_dropped:
         notes.append(f"{found.num_dropped:,} allocations past the recorder's limit are not counted")
@@ -61,8 +62,10 @@ def snapshot_report(path: Path, snapshot: Snapshot) -> MemoryReport:
     return MemoryReport(str(path), SNAPSHOT, account(memory), end, tuple(notes))
 
 
-def trace_report(linked: Linked, memory: dict[str, Any]) -> MemoryReport:
+def trace_report(linked: Linked, memory: dict[str, Any], found: Account | None = None) -> MemoryReport:
     notes = ["a trace contains ops, modules and phases, but no owners, dtypes, shapes or Python call sites"]
     if memory["allocator"] is None:
         notes.append("the trace has no allocator totals, so every figure is a lower bound")
-    return MemoryReport(str(linked.trace.path), TRACE, account(memory), None, (*notes, *linked.trace.warnings))
+    return MemoryReport(
+        str(linked.trace.path), TRACE, found or account(memory), None, (*notes, *linked.trace.warnings)
+    )

@@ -267,6 +267,8 @@ class Session:
             return snapshot_memory(self.snapshot, (devices_of(self.snapshot) or [0])[0])[0]
         try:
             linked = self.linked
+            if "case" in vars(self):
+                return self.case.allocations
         except Unavailable:
             if not self.is_recording:
                 raise
@@ -283,12 +285,13 @@ class Session:
         """What was live at the peak, by owner, op and module."""
         from stepscope.session.memory import snapshot_report, trace_report, window_report
 
-        if self.has_memory_window:
-            return window_report(self.path, self.allocations)
         if self.kind is Kind.SNAPSHOT:
             return snapshot_report(self.path, self.snapshot)
         allocations = self.allocations  # first: it says what to record if there is no trace either
-        return trace_report(self.linked, allocations)
+        found = self.case.memory if "case" in vars(self) else None
+        if self.has_memory_window:
+            return window_report(self.path, allocations, found)
+        return trace_report(self.linked, allocations, found)
 
     @cached_property
     def snapshot(self) -> Snapshot:

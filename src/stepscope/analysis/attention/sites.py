@@ -82,14 +82,16 @@ def attention_sites(linked: Linked) -> pl.DataFrame:
     rest = pieces.filter(pl.col("site").is_null())
     backward_ns = _sums(rest, "backward_of")
     orphan_ns = _sums(rest.filter(pl.col("backward_of").is_null()), "orphan")
+    known = pl.concat([forward["site"], forward["kernel"], backward["site"], backward["kernel"]]).unique()
+    texts, places = _texts(host, known), _places(host, known)
     rows = []
     for site, kernel, op in forward.select("site", "kernel", "op").unique().iter_rows():
         times = (forward_ns.get(site, 0), backward_ns.get(site, 0), beside_ns.get(site, 0))
-        rows.append((*_place(host, site, "forward"), *_facts(host, site, kernel, op), *times))
+        rows.append((site, "forward", *places[site], None, *_facts(texts, site, kernel, op), *times))
     for site, kernel, op in backward.select("site", "kernel", "op").unique().iter_rows():
         if site in orphan_ns:
-            facts = _facts(host, site, kernel, op)
-            rows.append((*_place(host, site, "backward"), *facts, 0, orphan_ns[site], 0))
+            facts = _facts(texts, site, kernel, op)
+            rows.append((site, "backward", *places[site], None, *facts, 0, orphan_ns[site], 0))
     rows += _flex(linked, set(forward["row"])) if is_on_gpu else []
     callers = python_callers(host, pl.Series([row[0] for row in rows], dtype=pl.UInt32))
     table = pl.DataFrame(rows, schema=_CALLS, orient="row")
@@ -143,23 +145,23 @@ def _sums(pieces: pl.DataFrame, key: str) -> dict[int, int]:
     return dict(pieces.drop_nulls(key).group_by(key).agg(pl.col("duration_ns").sum()).iter_rows())
 
 
-def _place(host: pl.DataFrame, row: int, direction: str) -> tuple[Any, ...]:
-    place = host.select("step", "phase", "module").slice(row, 1)
-    step, phase, module = place.with_columns(pl.col("phase", "module").cast(pl.String)).row(0)
-    return row, direction, step, phase, module, None
+def _places(host: pl.DataFrame, rows: pl.Series) -> dict[int, tuple[Any, ...]]:
+    """Return step, phase and module of rows."""
+    places = host.select("step", "phase", "module").gather(rows)
+    return dict(zip(rows, places.with_columns(pl.col("phase", "module").cast(pl.String)).rows()))
 
 
-def _facts(host: pl.DataFrame, site: int, kernel: int, op: str) -> tuple[Any, ...]:
+def _facts(texts: dict[int, tuple[Any, ...]], site: int, kernel: int, op: str) -> tuple[Any, ...]:
     """Return backend to is_dense from the kernel's op; mask, causal, dropout and layout from the program's call."""
-    name, shapes, dtypes, _, _ = _texts(host, kernel)
+    name, shapes, dtypes, _, _ = texts[kernel]
     tensors = operands(shapes, dtypes)
     query, key, value = inputs_of(op, tensors)
     if name.startswith(_PACKED):
         return (backend_of(op), query.dtype if isinstance(query, Tensor) else None, *(None,) * 11)
     if not all(isinstance(one, Tensor) and len(one.shape) >= 3 for one in (query, key, value)):
         return (backend_of(op), *(None,) * 12)
-    called = site if _texts(host, site)[0] in _FORWARD else kernel
-    given, shapes, dtypes, strides, inputs = _texts(host, called)
+    called = site if texts[site][0] in _FORWARD else kernel
+    given, shapes, dtypes, strides, inputs = texts[called]
     passed, values = operands(shapes, dtypes, strides), argument_values(inputs) or ()
     causal, dropout = (at(values, argument_place(given, name)) for name in ("is_causal", "dropout_p"))
     try:
@@ -173,18 +175,21 @@ def _facts(host: pl.DataFrame, site: int, kernel: int, op: str) -> tuple[Any, ..
     )  # fmt: skip
 
 
-def _texts(host: pl.DataFrame, row: int) -> tuple[Any, ...]:
-    return host.select(COLUMNS).slice(row, 1).select(pl.all().cast(pl.String)).row(0)
+def _texts(host: pl.DataFrame, rows: pl.Series) -> dict[int, tuple[Any, ...]]:
+    """Return what was recorded of the ops in rows."""
+    return dict(zip(rows, host.select(COLUMNS).gather(rows).select(pl.all().cast(pl.String)).rows()))
 
 
 def _flex(linked: Linked, sites: Collection[int]) -> list[tuple[Any, ...]]:
     """Return FlexAttention kernels without an op in the trace, recognized by name."""
     kernels = linked.device.filter(matches(linked.device["name"], _FLEX_KERNEL))
     rows: list[tuple[Any, ...]] = []
+    known = kernels["op"].drop_nulls().unique()
+    texts, places = _texts(linked.host, known), _places(linked.host, known)
     for row, name, duration_ns in kernels.select("op", pl.col("name").cast(pl.String), "duration_ns").iter_rows():
         if row is None or row in sites:
             continue
-        facts = _facts(linked.host, row, row, "flex_attention")
+        facts = _facts(texts, row, row, "flex_attention")
         direction, times = ("backward", (0, duration_ns)) if "backward" in name else ("forward", (duration_ns, 0))
-        rows.append((*_place(linked.host, row, direction), *facts, *times, 0))
+        rows.append((row, direction, *places[row], None, *facts, *times, 0))
     return rows

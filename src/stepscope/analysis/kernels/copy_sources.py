@@ -32,6 +32,9 @@ _FACTS = {
 }  # fmt: skip
 
 
+_DECIDING = ("what", "shapes", "dtypes", "bytes", "root_op", "root_shapes", "is_compiled", "is_backward")
+
+
 def copy_sources(linked: Linked) -> pl.DataFrame:
     """Return every copy, cast, layout change and concatenation, by time.
 
@@ -49,7 +52,12 @@ def copy_sources(linked: Linked) -> pl.DataFrame:
         python_callers(host, rows),
         *(host[text].gather(rows).cast(pl.String).alias(text) for text in ("shapes", "dtypes")),
     )
-    facts = [_copy_facts(row) for row in moved.iter_rows(named=True)]
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # the same copies come again in every step
+    facts = []
+    for row in moved.select(_DECIDING).with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows():
+        if row not in known:
+            known[row] = _copy_facts(dict(zip(_DECIDING, row)))
+        facts.append(known[row])
     return moved.hstack(pl.DataFrame(facts, schema=_FACTS, orient="row")).select(
         "event", "row", "start_ns", "step", "phase", "module", "what", "cause", "op", "root_op", "caller", "shape",
         "source", "target", "bytes", "written_bytes", "duration_ns",

@@ -267,6 +267,9 @@ def allocator_calls(linked: Linked) -> pl.DataFrame:
     ).sort("start_ns")  # fmt: skip
 
 
+_OF_A_LIFE = ("op", "module", "phase", "order", "next_order", "bytes")
+
+
 def trace_memory(linked: Linked) -> dict[str, Any]:
     """Return the allocations of the device with the highest peak, preferring a GPU.
 
@@ -279,18 +282,19 @@ def trace_memory(linked: Linked) -> dict[str, Any]:
     if lives["address"].null_count():
         raise Unavailable("The [memory] events of the trace have no addresses, so frees cannot be matched.")
     name = chosen.device_type if chosen.device < 0 else f"{chosen.device_type}:{chosen.device}"
-    times = lives["time_ns"] - lives["time_ns"][0]
+    times = (lives["time_ns"] - lives["time_ns"][0]).to_list()
     before = {"device": name, "op": BEFORE_THE_WINDOW, "phase": BEFORE_THE_WINDOW, "born": None}
     allocations: list[dict[str, Any]] = []
-    for row in lives.filter((pl.col("bytes") > 0) | ~pl.col("is_seen")).iter_rows(named=True):
-        born = {"device": name, **{key: row[key] for key in ("op", "module", "phase")}, "born": row["order"]}
-        is_birth = row["bytes"] > 0
-        died = row["next_order"] if is_birth else row["order"]
+    rows = lives.filter((pl.col("bytes") > 0) | ~pl.col("is_seen"))
+    for op, module, phase, order, next_order, num_bytes in rows.select(_OF_A_LIFE).iter_rows():
+        is_birth = num_bytes > 0
+        born = {"device": name, "op": op, "module": module, "phase": phase, "born": order} if is_birth else before
+        died = next_order if is_birth else order
         allocations.append(
             {
-                **(born if is_birth else before),
-                "bytes": abs(row["bytes"]),
-                "born_ns": times[row["order"]] if is_birth else None,
+                **born,
+                "bytes": abs(num_bytes),
+                "born_ns": times[order] if is_birth else None,
                 "died": died,
                 "died_ns": None if died is None else times[died],
             }

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepscope.analysis.memory.account import MAX_POINTS, value_of
 from stepscope.analysis.memory.module_tree import alike
-from stepscope.analysis.memory.timeline import on_device, thinned_indices
+from stepscope.analysis.memory.timeline import OnDevice, on_device, thinned_indices
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,17 @@ def known_split(memory: Mapping[str, Any]) -> str:
     return "owner" if any(each.get("owner") is not None for each in memory["allocations"]) else "phase"
 
 
-def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> LevelsBy:
+def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS, known: OnDevice | None = None) -> LevelsBy:
     """Return the levels of `memory["device"]` split by a field of its allocations, at so many moments and the peak.
+
+    `known` are its `on_device`, if they were computed before.
 
     >>> here = {"device": "cpu", "owner": "parameter", "bytes": 8, "born": None, "died": None}
     >>> then = {"device": "cpu", "owner": "activation", "bytes": 12, "born": 0, "died": 1}
     >>> levels_by({"device": "cpu", "allocations": [here, then]}, "owner").levels
     {'activation': (0, 12, 0), 'parameter': (8, 8, 8)}
     """
-    mine, whole = on_device(memory)
+    mine, whole = known or on_device(memory)
     kept = thinned_indices(whole.bytes, most)
     now: Counter[str | None] = Counter()
     for each in mine:
@@ -85,9 +87,9 @@ def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> Lev
     )
 
 
-def alive_at_peak(memory: Mapping[str, Any]) -> tuple[Alive, ...]:
+def alive_at_peak(memory: Mapping[str, Any], known: OnDevice | None = None) -> tuple[Alive, ...]:
     """Return memory alive at the peak of `memory["device"]`, the largest first; adds up to `peak_tracked_bytes`."""
-    mine, whole = on_device(memory)
+    mine, whole = known or on_device(memory)
     alive = [each for each in mine if whole.is_alive_at_peak(each)]
     groups = alike(dict.fromkeys(each.get("module") for each in alive))
     sums: Counter[tuple[Any, ...]] = Counter()

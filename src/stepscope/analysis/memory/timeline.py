@@ -40,14 +40,14 @@ class Levels:
             if born is None:
                 level += size
             else:
-                changes.append((born, 1, size, each.get("born_ns"), each))
+                changes.append((2 * born + 1, size, each.get("born_ns"), each))
             if died is not None:
-                changes.append((died, 0, -size, each.get("died_ns"), each))
-        changes.sort(key=itemgetter(0, 1))  # a free before an allocation at the same position
-        levels = list(accumulate((size for _, _, size, _, _ in changes), initial=level))
-        events, times = [BEFORE, *(change[0] for change in changes)], [None, *(change[3] for change in changes)]
-        peak_index = max(range(len(levels)), key=levels.__getitem__)
-        return cls(events, times, levels, [change[4] for change in changes], peak_index)
+                changes.append((2 * died, -size, each.get("died_ns"), each))
+        changes.sort(key=itemgetter(0))  # a free before an allocation at the same position
+        places, sizes, times, changed = zip(*changes) if changes else ((), (), (), ())
+        levels = list(accumulate(sizes, initial=level))
+        events = [BEFORE, *(place // 2 for place in places)]
+        return cls(events, [None, *times], levels, changed, levels.index(max(levels)))
 
     @property
     def peak_bytes(self) -> int:
@@ -78,7 +78,11 @@ class Levels:
         return points
 
 
-def on_device(memory: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Levels]:
+OnDevice = tuple[list[Mapping[str, Any]], Levels]
+
+
+def on_device(memory: Mapping[str, Any]) -> OnDevice:
+    """Return the allocations on `memory["device"]`, and their levels."""
     mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
     return mine, Levels.of((each, each["bytes"]) for each in mine)
 

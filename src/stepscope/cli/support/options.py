@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import re
 import shlex
@@ -185,5 +186,6 @@ def add_source_arguments(parser: argparse.ArgumentParser, rank: str = "rank to r
 @contextmanager
 def opened(arguments: argparse.Namespace, path: Path | Sequence[Path] | None) -> Iterator[Session]:
     """Open a path as the options say; while the block reads it, the terminal shows the progress."""
+    gc.disable()  # hardly any cycles are made, and collections would walk every row: a third of a report's time
     with Progress("reading") as progress:
         yield open_session(path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress)
