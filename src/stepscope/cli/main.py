@@ -36,6 +36,7 @@ GROUPS = {
         "diagnose": "find problems, what they cost and how to fix them",
         "compare": "test whether two runs differ, and show where",
         "report": "write an HTML page, Markdown, or tables and charts",
+        "gather": "collect the ranks of several hosts into one recording",
         "log": "log to MLflow, W&B, TensorBoard or trackio",
         "export": "export a trace to Perfetto, speedscope, CSV or Parquet",
     },

@@ -54,10 +54,33 @@ MAX_RECENT_LINES = 20_000
 
 
 def default_folder(name: str) -> Path:
-    """Return a new folder under `runs/`. Ranks that a launcher started get the same one."""
-    if "RANK" in os.environ:  # all ranks need the same name: they share a parent process and a day
+    """Return a new folder under `runs/`. Ranks that a launcher started get the same one, on every host of a job."""
+    is_rank = "RANK" in os.environ
+    if (is_rank or int(_variable("SLURM_JOB_NUM_NODES", "1")) > 1) and (job := shared_job()):
+        return Path("runs") / f"{name}-{job}"
+    if is_rank:  # all ranks need the same name: they share a parent process and a day
         return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def shared_job() -> str | None:
+    """Return what all ranks of one attempt of a job know, as part of a file's name; None if nothing says it."""
+    if job := os.environ.get("STEPSCOPE_JOB"):
+        found = job
+    elif job := os.environ.get("SLURM_JOB_ID"):
+        found = f"slurm{job}.{_variable('SLURM_STEP_ID', '0')}"
+    elif (job := os.environ.get("TORCHELASTIC_RUN_ID", "none")) != "none":
+        found = job
+    else:
+        return None
+    restarts = max(int(_variable(f"{of}_RESTART_COUNT", "0")) for of in ("SLURM", "TORCHELASTIC"))
+    return re.sub(r"[^\w.-]", "_", found)[:80] + (f"-restart{restarts}" if restarts else "")
+
+
+def _variable(name: str, otherwise: str) -> str:
+    """Return a variable of the environment that is a number."""
+    text = os.environ.get(name, "")
+    return text if text.isdecimal() else otherwise
 
 
 def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:

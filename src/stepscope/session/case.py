@@ -60,8 +60,6 @@ class Case:
     _notes: tuple[str, ...] = ()
     _summary: Callable[[Recording], Summary] = summary_of
 
-    # -- the recording --------------------------------------------------------------------------------------------
-
     @property
     def recording(self) -> Recording:
         if self._recording is None:

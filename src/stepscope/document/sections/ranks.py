@@ -13,8 +13,9 @@ from stepscope.document.sections import many_ranks
 from stepscope.document.tables import columns_of, mapping, plain, table_of
 from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import RecordingError, Unavailable
-from stepscope.formatting import cell, percent, plural
+from stepscope.formatting import cell, duration, percent, plural
 from stepscope.session import Session
+from stepscope.session.job_clocks import clocks_of
 
 _MOST_RANKS = 32
 _MOST_PAIRS = 1000  # of more than 32 ranks: every pair would be a million rows
@@ -50,14 +51,42 @@ def parts(session: Session) -> tuple[Part, ...]:
     return (*recordings, facts, *several, *_gpu_time(across), *_waits(across), *collectives, *_clocks(across))
 
 
-def _recordings(session: Session) -> Iterator[Table]:
+def _recordings(session: Session) -> Iterator[Part]:
     """Yield the steps of each rank's own recording, under torchrun."""
     if not session.is_recording or not (ranks := session.rank_recordings):
         return
     first = mapping(session.recording.facts.get("environment")).get("rank")
     rows = [_recorded(rank, each) for rank, each in [(plain(first), session), *ranks.items()]]
+    yield from _job_clocks(session)
     note = "step: the median; low and high: its 95 % interval"
     yield Table("rank_steps", "clean steps of each rank", columns_of(rows, " ".join(rows[0])), note=note)
+
+
+def _job_clocks(session: Session) -> Iterator[Part]:
+    """Yield who is late over the whole run and why, and the clocks of the ranks, from the steps that each timed."""
+    try:
+        found = clocks_of(session)
+    except Unavailable as reason:
+        yield Missing(str(reason))
+        return
+    tied = found.clocks.filter(pl.col("rank") != pl.col("reference"))
+    widest = duration(int(tied["uncertainty_ns"].max() or 0), 3)  # type: ignore[arg-type]
+    text = f"Clocks are aligned on {plural(found.num_steps, 'step')} to ±{widest}."
+    for each in found.late[:3]:
+        text += f" Rank {each.rank} is last in {percent(each.last_share)} of them"
+        if each.phase:
+            phase = each.phase.replace("_", " ")
+            text += f": {phase}, it takes {duration(each.excess_ns, 3)} longer than others, on the {each.where}"
+        text += "."
+    yield Text(text if found.late else f"{text} No rank is last in more than a quarter of them.")
+    if found.late:
+        names = "rank host num_last last_share caused_wait_ns phase excess_ns where"
+        note = "last: by more than the clocks' uncertainty; excess: per step, longer than the median rank"
+        yield Table("late_ranks", "ranks that others wait for", columns_of(found.late, names), note=note)
+    clocks = found.clocks.with_columns(host=pl.col("rank").replace_strict(found.hosts, return_dtype=pl.String))
+    names = "rank host offset_ns uncertainty_ns skew_ns skew_uncertainty_ns num_steps:num_calls is_contradicted"
+    note = "offset: of the clock of the steps; skew: of the hosts' time of day; both against the first rank"
+    yield table_of(clocks, "rank_clocks", "clocks of the ranks over the run", names, _MOST_RANKS, note=note)
 
 
 def _recorded(rank: Value, session: Session) -> dict[str, Any]:
