@@ -61,15 +61,15 @@ def analyze(
 def hang(folder: PathLike) -> Hang:
     """Return why ranks hang, from the flight-recorder dumps in a folder, like `stepscope analyze --hang`.
 
-    `.first` is the first collective on which the dumps disagree. Dumps are read without executing them.
+    The folder may be a recording in which no step ended any more: then `.states` says where each rank was. `.first`
+    is the first collective on which the dumps disagree. Dumps are read without executing them.
 
     >>> [call.rank for call in hang("dumps").first.absent]  # doctest: +SKIP
     [2]
     """
-    from stepscope.analysis.ranks.hangs import hang_of
-    from stepscope.trace.dumps.flight_recorder import read_dumps
+    from stepscope.session.hang import open_hang
 
-    return hang_of(read_dumps(Path(folder)))
+    return open_hang(Path(folder))
 
 
 def diagnose(

@@ -20,6 +20,14 @@ def hang_document(hang: Hang) -> Document:
 def _verdict(hang: Hang) -> str:
     """Return which collective diverges first, who did not come, and where the others wait."""
     first = hang.first
+    if first is None and hang.states:
+        least = min(state.silent_s for state in hang.states)
+        groups: dict[str, list[int]] = {}
+        for state in hang.states:
+            place = f" at {safe(state.stack[0])}" if state.stack else ""
+            groups.setdefault(f"{safe(state.phase)}{place}", []).append(state.rank)
+        where = "; ".join(f"{_ranks(tuple(ranks)).lower()}: {text}" for text, ranks in list(groups.items())[:4])
+        return f"No step ended for {least:,.0f} s. Where the ranks were: {where}."
     if first is None:
         lost = f" {_ranks(hang.no_dump)} left no dump." if hang.no_dump else ""
         return f"No collective diverges: {_ranks(hang.ranks)} made the same calls, and none is unfinished.{lost}"
@@ -92,8 +100,16 @@ def _parts(hang: Hang) -> Iterator[Part]:
         yield Table("divergences", "collectives that diverge", columns, note=note)
     if first is not None and first.absent and first.kind != "point_to_point":
         yield _calls("absent", "what the absent ranks called instead, or last", first.absent)
-    yield _calls("last_calls", "last call of each rank", hang.last_calls)
-    if hang.no_dump:
+    if hang.states:
+        names = "rank host step phase silent_s place stack"
+        more = {"place": lambda each: next(iter(each.stack), None), "stack": lambda each: " < ".join(each.stack[1:6])}
+        columns = columns_of(hang.states, names, **more)
+        note = "where each rank's main thread was when no step had ended for a while"
+        screen = ("rank", "phase", "place", "step", "silent_s", "host")
+        yield Table("rank_states", "where each rank is", columns, _MOST_RANKS, note=note, screen=screen)
+    if hang.last_calls:
+        yield _calls("last_calls", "last call of each rank", hang.last_calls)
+    if hang.no_dump and hang.ranks:
         yield Missing(f"{_ranks(hang.no_dump)} of {hang.num_ranks:,}: no dump that can be read")
     yield from map(Missing, (safe(note, 400) for note in hang.notes))
 

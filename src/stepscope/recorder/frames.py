@@ -19,9 +19,9 @@ _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 _is_script: dict[str, bool] = {}
 
 
-def script_frames() -> Iterator[types.FrameType]:
-    """Yield the frames of this thread that belong to neither torch nor Stepscope, innermost first."""
-    frame: types.FrameType | None = sys._getframe(1)
+def script_frames(frame: types.FrameType | None = None) -> Iterator[types.FrameType]:
+    """Yield frames that belong to neither torch nor Stepscope, from `frame` or of this thread, innermost first."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         found = _is_script.get(file)

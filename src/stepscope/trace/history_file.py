@@ -87,9 +87,9 @@ class Event:
 
     event: str
     """What the loop did: `evaluation`, `rollout`, `checkpoint`, `logging`, `loader_start`, `garbage_collection`,
-    `compile`; `stall`: a step that was long for no known reason; `window`: a window that was triggered; `suspended`:
-    the machine slept; `clock_jump`: the time of day was set; `dropped`: lines that could not be written in time;
-    `end`: the recording ended."""
+    `compile`; `stall`: a step that was long for no known reason; `silent`: no step ended for a minute;
+    `window`: a window that was triggered; `suspended`: the machine slept; `clock_jump`: the time of day was set;
+    `dropped`: lines that could not be written in time; `end`: the recording ended."""
     step: int  # the step in or before which it happened
     start_ns: int  # on the process's monotonic clock, which does not count the time the machine slept
     t: float  # Unix time in seconds at its end

@@ -58,6 +58,19 @@ class Divergence:
     start_ns: int | None  # when the first rank called it, on that rank's clock
 
 
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank under `stepscope run` was when no step ended any more."""
+
+    rank: int
+    host: str
+    step: int  # the last that ended
+    phase: str
+    """`collective`, `data`, `forward`, `backward`, `optimizer`, `checkpoint` or `other`."""
+    stack: tuple[str, ...]  # the script's lines, innermost first
+    silent_s: float  # since the last step ended
+
+
 @dataclass(frozen=True, repr=False)
 class Hang(Shown):
     """What the dumps of all ranks say about a hang."""
@@ -70,6 +83,7 @@ class Hang(Shown):
     is_deadlock: bool  # ranks wait for one another in different groups
     last_calls: tuple[RankCall, ...]  # of every rank with a dump
     notes: tuple[str, ...]
+    states: tuple[RankState, ...] = ()  # of a recording: where each rank was
 
     @property
     def first(self) -> Divergence | None:
@@ -79,7 +93,7 @@ class Hang(Shown):
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Return what `analyze --hang --json` prints (docs/hangs.md)."""
         fields = asdict(self)
-        for name in ("divergences", "last_calls"):
+        for name in ("divergences", "last_calls", "states"):
             fields[name] = list(fields[name][:most])
         return {"schema_version": SCHEMA_VERSION, **fields}
 
@@ -96,8 +110,11 @@ class _Group(NamedTuple):
     last: dict[int, int]
 
 
-def hang_of(dumps: Dumps) -> Hang:
+def hang_of(dumps: Dumps, states: Sequence[RankState] = ()) -> Hang:
     """Return the first collective on which the dumps disagree, and everything that follows from it."""
+    if not dumps.ranks:
+        known = tuple(state.rank for state in states)
+        return Hang(str(dumps.folder), len(known), (), known, (), False, (), (), tuple(states))
     notes = list(dumps.problems)
     ranks = _without_old(dumps.ranks, notes)
     listed = (rank for dump in ranks.values() for _, members in dump.groups.values() for rank in members)
@@ -121,6 +138,7 @@ def hang_of(dumps: Dumps) -> Hang:
         is_deadlock=is_deadlock,
         last_calls=tuple(_rank_call(rank, dump.calls[-1] if dump.calls else None) for rank, dump in ranks.items()),
         notes=tuple(notes),
+        states=tuple(states),
     )
 
 

@@ -21,6 +21,7 @@ from stepscope.recorder.history.history import History
 from stepscope.recorder.history.losses import LossSampler
 from stepscope.recorder.history.requests import Request
 from stepscope.recorder.history.samples import Samples
+from stepscope.recorder.history.silence import Silence
 from stepscope.recorder.history.triggered import TriggeredWindow
 from stepscope.recorder.history.writer import Writer
 from stepscope.recorder.probes import Probes
@@ -98,7 +99,7 @@ class WholeRun:
             self._run, self._rank = run_and_rank(self._folder)
             num_ranks = rank_and_world_size()[1]
             self._control = Control(self._run, self._rank, self.history, num_ranks, self._when, self._limit)
-            self.writer.ticks.append(self._tick_control)
+            self.writer.ticks += [self._tick_control, Silence(self._folder, self._run, self.history).tick]
             self._core_wait.of_this_thread()
             self.writer.start()
 

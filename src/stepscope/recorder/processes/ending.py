@@ -61,7 +61,7 @@ def adopt(folder: Path, is_rank: bool = False) -> bool:
             if own["status"] != files.STATUS_FINISHED:
                 facts["status"] = own["status"]
         for name in files.OWN_NAMES:
-            if name not in (files.RECORDING_FILE, files.CONTROL_FOLDER):
+            if name not in (files.RECORDING_FILE, *files.OF_ALL_RANKS):
                 _remove(folder / name)
         for entry in child.iterdir():
             if entry.name != files.RECORDING_FILE:
