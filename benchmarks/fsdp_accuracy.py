@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepscope.devices.limits import find_device
 from stepscope.planner.emulation.fsdp import units
+from stepscope.planner.parallel import Parallel
 from stepscope.planner.prediction import Planner
 from stepscope.sweep import measure, prepare
 from stepscope.sweep.grid import Point
@@ -67,7 +68,7 @@ ON_CPU = [
 def predicted(point: Point, num_ranks: int, device: str) -> dict[str, Any]:
     """The plan of a rank, and how long it took."""
     begin = time.perf_counter()
-    planner = Planner(find(point.workload), fsdp=num_ranks)
+    planner = Planner(find(point.workload), Parallel(fsdp=num_ranks))
     found = planner.predict(point, None if device == "cpu" else find_device(device))
     return {**found.to_json(), "seconds": time.perf_counter() - begin}
 

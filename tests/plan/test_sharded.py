@@ -21,8 +21,10 @@ from stepscope.cli.main import main  # noqa: E402
 from stepscope.devices.limits import find_device  # noqa: E402
 from stepscope.planner.allocator import Allocator  # noqa: E402
 from stepscope.planner.dataless_steps import trace  # noqa: E402
-from stepscope.planner.emulation.fsdp import ERROR_BAR, units  # noqa: E402
+from stepscope.planner.emulation.fsdp import units  # noqa: E402
+from stepscope.planner.emulation.ranks import ERROR_BAR  # noqa: E402
 from stepscope.planner.hardware import hardware_of  # noqa: E402
+from stepscope.planner.parallel import Parallel  # noqa: E402
 from stepscope.planner.prediction import Planner  # noqa: E402
 from stepscope.sweep import measure, prepare  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
@@ -117,7 +119,7 @@ def measured_bytes(point, num_ranks):
 def test_a_rank_on_a_cpu(num_ranks, workload, values):
     point = point_of(workload, preset="tiny", **values, mode="step")
 
-    predicted = Planner(find(workload), fsdp=num_ranks).predict(point, None)
+    predicted = Planner(find(workload), Parallel(fsdp=num_ranks)).predict(point, None)
 
     measured = measured_bytes(point, num_ranks)
     assert predicted.peak_allocated_bytes == pytest.approx(measured, abs=TRANSPOSING_BYTES + measured * 1e-4)
@@ -135,7 +137,7 @@ def test_a_rank_on_a_cpu(num_ranks, workload, values):
 )
 def test_a_rank_as_an_h200_measured_it(num_ranks, workload, values, measured):
     """`benchmarks/fsdp_accuracy.py` with torch 2.11: docs/plan-accuracy.md has them all."""
-    found = Planner(find(workload), fsdp=num_ranks).predict(point_of(workload, **values, mode="step"), H200)
+    found = Planner(find(workload), Parallel(fsdp=num_ranks)).predict(point_of(workload, **values, mode="step"), H200)
 
     assert found.peak_allocated_bytes == pytest.approx(measured, rel=0.001)
 
@@ -146,7 +148,7 @@ def test_a_rank_has_its_rows_of_every_parameter():
     module = prepare.build(find("cs336"), find("cs336").config(**point.config), 0, "cpu").module
     shards = [-(-p.shape[0] // 3) * math.prod(p.shape[1:]) for p in module.parameters()]
 
-    live = Planner(find("cs336"), fsdp=3).predict(point, None).live_at_peak
+    live = Planner(find("cs336"), Parallel(fsdp=3)).predict(point, None).live_at_peak
 
     assert live["parameter"] == 4 * sum(shards)
     assert live["optimizer_state"] == 8 * sum(shards) + 4 * len(shards)
@@ -155,7 +157,8 @@ def test_a_rank_has_its_rows_of_every_parameter():
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_what_a_block_gathers_comes_and_goes(optimizer):
     point = point_of("cs336", preset="tiny", mode="step", optimizer=optimizer)
-    traced = trace(find("cs336"), find("cs336").config(**point.config), point.run, hardware_of(H200), fsdp=4)
+    config, ranks = find("cs336").config(**point.config), Parallel(fsdp=4)
+    traced = trace(find("cs336"), config, point.run, hardware_of(H200), parallel=ranks)
     begin = traced.step_begins[1]
     entries = [e for e in traced.memory["allocations"] if e["born"] is not None and e["born"] >= begin]
 
@@ -176,7 +179,7 @@ def test_what_a_block_gathers_comes_and_goes(optimizer):
 
 
 def test_the_model_is_never_on_the_device_as_a_whole():
-    found = Planner(find("cs336"), fsdp=16).predict(
+    found = Planner(find("cs336"), Parallel(fsdp=16)).predict(
         point_of("cs336", preset="small", mode="forward", batch=1, seq_len=8), H200
     )
 

@@ -27,6 +27,7 @@ from stepscope.sweep.engines import start
 from stepscope.sweep.engines.engine import DONE, LOST, QUEUED, Engine, SchedulerDown, State
 from stepscope.sweep.engines.settings import settings_of
 from stepscope.sweep.engines.work import _servers, neighbors, work
+from stepscope.version import __version__
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="points fork")
 QUICK = {"device": "cpu", "warmup": 1, "steps": 2}
@@ -48,6 +49,8 @@ class Processes(Engine):
         fault = self.faults.pop(0) if self.faults else None
         if fault == "down":
             raise SchedulerDown("connection refused")
+        if fault == "other":
+            order = {**order, "id": "of another job"}
         if fault == "version":
             order = {**order, "version": "0.0.1"}
         if fault == "lost":
@@ -130,6 +133,15 @@ def test_a_lost_point_is_tried_again_a_bounded_number_of_times(engine, tmp_path)
 
     (row,) = rows_in(tmp_path)
     assert row["status"] == "ok"
+
+
+def test_the_answer_of_another_job_is_not_taken(engine, tmp_path):
+    engine.faults[:] = ["other"]
+
+    run(tmp_path, width=[4])
+
+    (row,) = rows_in(tmp_path)
+    assert (row["status"], row["attempts"], len(engine.orders)) == ("ok", 2, 2)
 
 
 def test_a_node_with_another_version_is_refused(engine, tmp_path):
@@ -263,5 +275,9 @@ def test_a_script_is_recorded_on_a_node(engine, tmp_path):
 
 
 def test_where_a_script_is_not_mounted(tmp_path):
-    order = {"version": __import__("stepscope").__version__, "process": {"folder": str(tmp_path / "nowhere")}}
+    order = {
+        "id": "1",
+        "version": __version__,
+        "process": {"folder": str(tmp_path / "nowhere")},
+    }
     assert "Mount it on every node" in work(order)["refused"]

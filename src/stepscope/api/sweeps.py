@@ -203,7 +203,11 @@ def plan(
     sdpa: str | Sequence[str] | None = None,
     optimizer: str | Sequence[str] | None = None,
     device: str | Sequence[str] = DEFAULT_DEVICE,
-    fsdp: int | None = None,
+    fsdp: int | str | None = None,
+    ddp: int | None = None,
+    tp: int | None = None,
+    mixed_precision: str | None = None,
+    offload_activations: bool = False,
     max_batch: bool = False,
     max_length: bool = False,
     on_line: Callable[[str], None] | None = None,
@@ -212,16 +216,20 @@ def plan(
 
     Nothing runs on a GPU and no weights are allocated. `workload` is a name of `stepscope list workloads`,
     `hf:config.json` or `file.py:build`. `set` maps knobs to a value or a list of values; lists multiply. `device` is
-    the full name of one or more GPUs, or `cpu`. `max_batch` and `max_length` search the largest that fits. `on_line`
+    the full name of one or more GPUs, or `cpu`. `fsdp`, `ddp` or `tp` ranks train together, and the plan is that of
+    one: `fsdp="2x8"` is hybrid sharding, `mixed_precision="bf16:fp32"` FSDP2's policy. `offload_activations` keeps
+    saved activations in host memory. `max_batch` and `max_length` search the largest that fits. `on_line`
     receives what is being planned.
 
     >>> plan("cs336", preset="2.7B", set={"seq_len": 512}, device="NVIDIA H200")  # doctest: +SKIP
     <Plan: cs336 2.7B batch=4 seq_len=512 fp32 step on NVIDIA H200>
     """
     need_torch()
+    from stepscope.planner.parallel import parallel_of
     from stepscope.planner.plan import CPU, MAX_BATCH, MAX_LENGTH, find_devices, plan_points
     from stepscope.sweep.grid import find_workload, grid_points
 
+    parallel = parallel_of(fsdp, ddp, tp, mixed_precision, offload_activations)
     devices = find_devices([device] if isinstance(device, str) else device)
     if not devices:
         raise UsageError("device names no device")
@@ -229,4 +237,4 @@ def plan(
     axes = axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer)
     searches = [key for key, is_asked in ((MAX_BATCH, max_batch), (MAX_LENGTH, max_length)) if is_asked]
     points, tell = grid_points(found, {"device": [CPU], **axes}), on_line or (lambda line: None)
-    return plan_points(found, points, devices, fsdp=fsdp, searches=searches, on_line=tell)
+    return plan_points(found, points, devices, parallel=parallel, searches=searches, on_line=tell)

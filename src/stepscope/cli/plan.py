@@ -18,7 +18,7 @@ import argparse
 from stepscope.api.sweeps import DEFAULT_DEVICE, plan
 from stepscope.cli.support.options import add_point_arguments, typed_axes
 from stepscope.cli.support.output import doing, print_answer
-from stepscope.errors import UsageError, need_torch
+from stepscope.errors import need_torch
 
 FLAGS = ("mode", "dtype", "compile", "sdpa", "optimizer")
 
@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_point_arguments(parser, "workload to plan", FLAGS)
     add, about = parser.add_argument, f"GPU names, or cpu (default: {DEFAULT_DEVICE})"
     add("--device", metavar="A,B", default=DEFAULT_DEVICE, help=about)
-    add("--fsdp", metavar="N", help="plan one of N ranks with FSDP2 (fully_shard)")
+    add("--fsdp", metavar="N", help="plan one of N ranks with FSDP2; 2x8: hybrid sharding")
+    add("--ddp", metavar="N", help="plan one of N ranks with DistributedDataParallel")
+    add("--tp", metavar="N", help="plan one of N ranks with the model's tensor-parallel plan")
+    add("--mixed-precision", metavar="P:R", help="FSDP2's dtypes of parameters and reduction, e.g. bf16:fp32")
+    add("--offload-activations", action="store_true", help="keep saved activations in host memory")
     add("--max-batch", action="store_true", help="find the largest batch that fits")
     add("--max-length", action="store_true", help="find the longest sequence that fits")
     add("--json", action="store_true", help="print JSON instead of text (docs/plan.md)")
@@ -35,15 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     need_torch()
-    ranks = arguments.fsdp
-    if ranks is not None and not (ranks.isascii() and ranks.isdigit()):
-        raise UsageError(f"--fsdp {ranks}: the number of ranks must be an integer from 2 to 16384")
     with doing() as show:
         found = plan(
             arguments.workload,
             set=typed_axes(arguments, FLAGS),
             device=arguments.device.split(","),
-            fsdp=None if ranks is None else int(ranks),
+            fsdp=arguments.fsdp,
+            ddp=arguments.ddp,
+            tp=arguments.tp,
+            mixed_precision=arguments.mixed_precision,
+            offload_activations=arguments.offload_activations,
             max_batch=arguments.max_batch,
             max_length=arguments.max_length,
             on_line=show,

@@ -92,7 +92,7 @@ def _title(row: Mapping[str, Any], axes: Mapping[str, Any]) -> str:
     named = {name: axes[name] for name in SHOWN if name in axes and DEFAULTS.get(name) != axes[name]}
     bare = ("preset", "dtype", "mode")
     words = [str(value) if name in bare else f"{name}={value}" for name, value in named.items()]
-    rank = f", one rank of {row['fsdp']}" if row.get("fsdp") else ""
+    rank = f", one rank of {row['num_ranks']}" if row.get("num_ranks", 1) > 1 else ""
     return safe(" ".join((row["workload"], *words)), 200) + (", a whole step" if row["is_whole_step"] else rank)
 
 

@@ -26,6 +26,7 @@ from stepscope.planner.hardware import (
     temporary_bytes,
     unknown_bytes,
 )
+from stepscope.planner.parallel import Parallel
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.nodes import backward_runs
@@ -34,7 +35,7 @@ from stepscope.sweep import prepare
 from stepscope.workloads.workload import Built, Value, Workload
 
 if TYPE_CHECKING:
-    from stepscope.planner.emulation.fsdp import Sharding
+    from stepscope.planner.emulation.ranks import Ranks
 
 FEWEST_CALLS = 3  # the first creates the optimizer's state, and the third shows whether the second repeats
 MOST_CALLS = 16  # in which every optimizer must step, and in which a repetition is looked for
@@ -122,7 +123,7 @@ class Traced:
     error_bar: float | None = None
     """Relative error of the peak in either direction, if a part of the plan is an approximation."""
     num_idle_optimizers: int = 0  # optimizers that never stepped
-    fsdp: int | None = None  # the number of ranks, with FSDP2
+    parallel: Parallel | None = None  # how ranks train together: all of this is one rank's
     unknown_bytes: int = 0  # bytes that a verdict should allow for libraries that choose their workspace at run time
 
 
@@ -132,10 +133,10 @@ def trace(
     run: Mapping[str, Value],
     hardware: Hardware | None,
     num_steps: int | None = None,
-    fsdp: int | None = None,
+    parallel: Parallel | None = None,
     planned: Device | None = None,
 ) -> Traced:
-    """Return the build and first steps of a workload; without hardware, on a CPU; with `fsdp`, for one of its ranks.
+    """Return the build and first steps of a workload; without hardware, on a CPU; for one rank with `parallel`.
 
     `planned` is the device whose name the program sees; by default, a known device with this hardware.
     """
@@ -145,7 +146,8 @@ def trace(
     known_device = next((known for known in known_devices() if hardware_of(known) == hardware), None)
     capability = (9, 0) if hardware is None else hardware.compute_capability
     dispatch = CudaDispatch(device, capability, planned or known_device)
-    sharding = None if fsdp is None else _sharding(fsdp, run, dispatch.device, recorder)
+    sharding = None if parallel is None else _sharding(parallel, run, dispatch.device, recorder)
+    offloads = parallel is not None and parallel.offload
     if sharding is None:
         mode = DatalessMode(dispatch.device, dispatch.kernels, recorder.after_op)
     else:
@@ -158,7 +160,7 @@ def trace(
         recorder.begin([], [])
         with mode:
             built = prepare.build(workload, config, int(run["seed"]), device)
-            step, known = _step_of(built, run, device, sharding)
+            step, known = _step_of(built, run, device, sharding, offloads)
         recorder.end()
         for hook in recorder.optimizer_hooks():
             hooks.callback(hook.remove)
@@ -197,7 +199,7 @@ def trace(
         assumed=sorted(mode.assumptions),
         unseen=recorder.unseen | dispatch.unseen | mode.unseen | compiler.notes | getattr(sharding, "notes", {}),
         error_bar=compiler.error_bar if sharding is None else sharding.error_bar,
-        fsdp=fsdp,
+        parallel=parallel,
         unknown_bytes=recorder.unknown_bytes,
         is_whole_step=not isinstance(built, Built),
         num_idle_optimizers=sum(is_idle(ours, calls) for ours in groups),
@@ -316,33 +318,59 @@ def _until(end: int, allocations: list[Allocation]) -> list[Allocation]:
     return found
 
 
-def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, recorder: _Recorder) -> "Sharding":
+def _sharding(
+    parallel: Parallel, run: Mapping[str, Value], device: torch.device, recorder: _Recorder
+) -> "Ranks | None":
+    """Return what makes the module one of several ranks; None if there is one."""
+    if parallel.num_ranks == 1:
+        return None
+    way = next(f"--{name}" for name in ("fsdp", "ddp", "tp") if getattr(parallel, name) is not None)
     if run["compile"] != "off":
-        raise UsageError("--fsdp and --compile cannot be planned together: leave one out")
+        raise UsageError(f"{way} and --compile cannot be planned together: leave one out")
     if run["mode"] == "inference":
-        raise UsageError("--fsdp is planned for training only: use --mode forward instead of inference")
+        raise UsageError(f"{way} is planned for training only: use --mode forward instead of inference")
     if not torch.distributed.is_available():
-        raise UsageError("--fsdp needs torch.distributed, which this build of PyTorch does not have")
-    from stepscope.planner.emulation.fsdp import Sharding  # FSDP2 takes a second to import
-
-    return Sharding(num_ranks, device, recorder.storages, recorder.after_op)
+        raise UsageError(f"{way} needs torch.distributed, which this build of PyTorch does not have")
+    # They take a second to import.
+    chosen: type[Ranks]
+    if parallel.fsdp is not None:
+        from stepscope.planner.emulation.fsdp import Sharding as chosen
+    elif parallel.ddp is not None:
+        from stepscope.planner.emulation.data_parallel import DataParallel as chosen
+    else:
+        from stepscope.planner.emulation.tensor_parallel import TensorParallel as chosen
+    return chosen(parallel, device, recorder.storages, recorder.after_op)
 
 
 def _step_of(
-    built: Any, run: Mapping[str, Value], device: str, sharding: "Sharding | None"
+    built: Any, run: Mapping[str, Value], device: str, sharding: "Ranks | None", offloads: bool
 ) -> tuple[Callable[[], Any], tuple[list[nn.Module], list[Any]] | None]:
     """Return one step of the workload as a callable, and its modules and optimizers if they are known."""
     if not isinstance(built, Built):
-        if sharding is not None:
-            raise UsageError("--fsdp: a whole step has its model inside; let the function return the model instead")
+        if sharding is not None or offloads:
+            raise UsageError(
+                "A whole step has its model inside: for a plan of several ranks, let the function return the model"
+            )
         return built.step, None
     dtype = prepare.weights_dtype(run)
     built.module.to(dtype)
-    if sharding is not None:
-        sharding.shard(built.module)
+    module = built.module if sharding is None else sharding.shard(built.module)
     batch = prepare.cast(prepare.make_batch(built, int(run["seed"]), device), dtype)
-    one_pass = prepare.Pass(built.module, batch, run)
-    return one_pass, ([built.module], [] if one_pass.optimizer is None else [one_pass.optimizer])
+    if offloads:
+        _offload(module)
+    one_pass = prepare.Pass(module, batch, run)
+    return one_pass, ([module], [] if one_pass.optimizer is None else [one_pass.optimizer])
+
+
+def _offload(module: nn.Module) -> None:
+    """Let a module save its activations in pinned host memory, as a forward in `save_on_cpu` does."""
+    forward = module.forward
+
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return forward(*args, **kwargs)
+
+    module.forward = offloaded
 
 
 def _found(live: Mapping[int, int]) -> tuple[list[nn.Module], list[Any]]:

@@ -15,6 +15,7 @@ from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.formatting import safe
 from stepscope.planner.emulation.torch_support import this_torch
+from stepscope.planner.parallel import Parallel
 from stepscope.sweep.grid import Point, changed
 from stepscope.sweep.tuning.max_batch import HIGHEST, largest
 from stepscope.workloads.users_code import users_code
@@ -131,7 +132,6 @@ def _crossing(points: list[tuple[int, int]], wanted: int) -> int | None:
 CPU = "cpu"
 MAX_BATCH, MAX_LENGTH = "max_batch", "max_seq_len"
 KNOBS = {MAX_BATCH: "batch", MAX_LENGTH: "seq_len"}  # the key of a search's answer, and the knob that it searches
-MOST_RANKS = 16384
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,12 @@ def plan_points(
     points: Sequence[Point],
     devices: Sequence[Device | None],
     *,
-    fsdp: int | None = None,
+    parallel: Parallel | None = None,
     searches: Sequence[str] = (),
     on_line: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Return the plan of every point on every device; `on_line` receives what is being planned."""
-    if fsdp is not None and not 2 <= fsdp <= MOST_RANKS:
-        raise UsageError(f"fsdp={fsdp}: the number of ranks must be from 2 to {MOST_RANKS}. For one, leave it out")
-    planner = Planner(workload, fsdp)
+    planner = Planner(workload, parallel)
 
     def predict(point: Point, device: Device | None, **changes: int) -> Prediction:
         values = " ".join((point.preset or "", *(f"{name}={value}" for name, value in changes.items())))

@@ -14,6 +14,7 @@ from stepscope.planner.allocator import Events, Replay, live_at_peak, replay, ro
 from stepscope.planner.dataless_steps import Traced, trace
 from stepscope.planner.emulation.dataless import DataNeeded
 from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes
+from stepscope.planner.parallel import Parallel
 from stepscope.recorder.clock import BACKWARD, OPTIMIZER
 from stepscope.recorder.machine.environment import allows_tf32, products_in_tf32
 from stepscope.sweep.grid import Point
@@ -125,6 +126,8 @@ class Prediction:
     unmodelled: tuple[str, ...]  # ops and effects that the prediction does not include
     is_whole_step: bool = False  # whether it is a step of the user's own loop, which ignores the point's knobs
     fsdp: int | None = None  # the number of ranks with FSDP2: all values are those of one rank
+    num_ranks: int = 1  # with FSDP2, DDP or tensor parallelism: all values are those of one rank
+    parallel: str | None = None  # how ranks train together, as text
     error_bar: float | None = None  # relative error of the peak in either direction, if the plan is an approximation
 
     def __repr__(self) -> str:
@@ -135,10 +138,10 @@ class Prediction:
 
 
 class Planner:
-    """Predicts points of one workload and shares their common work. With `fsdp`, predicts one rank of that many."""
+    """Predicts points of one workload and shares their common work. With `parallel`, predicts one of its ranks."""
 
-    def __init__(self, workload: Workload[Any], fsdp: int | None = None) -> None:
-        self._workload, self._fsdp = workload, fsdp
+    def __init__(self, workload: Workload[Any], parallel: Parallel | None = None) -> None:
+        self._workload, self._parallel = workload, parallel
         self._traced: dict[tuple[Any, ...], Traced] = {}
 
     def predict(self, point: Point, device: Device | None) -> Prediction:
@@ -180,7 +183,9 @@ class Planner:
             tokens_per_s=traced.num_tokens / bound.ms * 1e3 if bound and bound.ms and traced.num_tokens else None,
             unmodelled=(*_unmodelled(traced, events, point), *notes),
             is_whole_step=traced.is_whole_step,
-            fsdp=traced.fsdp,
+            fsdp=traced.parallel.fsdp if traced.parallel else None,
+            num_ranks=traced.parallel.num_ranks if traced.parallel else 1,
+            parallel=str(traced.parallel) if traced.parallel else None,
             error_bar=traced.error_bar,
         )
 
@@ -192,7 +197,7 @@ class Planner:
             try:
                 config = self._workload.config(**point.config)
                 self._traced[key] = trace(
-                    self._workload, config, point.run, hardware, fsdp=self._fsdp, planned=device
+                    self._workload, config, point.run, hardware, parallel=self._parallel, planned=device
                 )
             except CannotRun as error:
                 raise UsageError(f"{point.workload}: {error}") from None

@@ -14,6 +14,7 @@ import sys
 import tarfile
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,6 +152,7 @@ class Engine(AbstractContextManager["Engine"], ABC):
         return answer, attempts, reason
 
     def _finished(self, order: Order) -> State:
+        order = {**order, "id": uuid.uuid4().hex}
         job = self._reaching(lambda: self.submit(order, self._node))
         try:
             while True:
@@ -161,6 +163,9 @@ class Engine(AbstractContextManager["Engine"], ABC):
                     self._node = state.node
                 with self._lock:
                     self._phases[id(job)] = state.phase
+                if state.phase == DONE and state.answer.get("id") != order["id"]:
+                    # A scheduler that lost its memory gives the numbers of jobs again.
+                    return State(phase=LOST, reason=f"{self.name} gave the answer of another job")
                 if state.phase in (DONE, LOST):
                     return state
         except BaseException:

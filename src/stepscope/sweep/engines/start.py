@@ -37,7 +37,8 @@ class Where:
         else:
             from stepscope.sweep.engines.slurm_jobs import SlurmEngine as Chosen  # type: ignore[assignment]
         said = say or (lambda line: None)
-        with ended_by_sigterm(), Chosen(settings, folder.absolute(), said, keeps_node) as engine:
+        # Ray has a handler of its own for SIGTERM; ours comes after it.
+        with Chosen(settings, folder.absolute(), said, keeps_node) as engine, ended_by_sigterm():
             try:
                 yield engine
             finally:

@@ -30,7 +30,8 @@ _servers: dict[tuple[str | None, ...], Server] = {}
 
 def work(order: dict[str, Any]) -> dict[str, Any]:
     """Run an order and return its answer: plain values and the bytes of files."""
-    answer: dict[str, Any] = {"node": node_name(), "num_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    answer: dict[str, Any] = {"id": order["id"], "node": node_name(), "num_restarts": restarts}
     if order["version"] != __version__:
         versions = f"{answer['node']} has Stepscope {__version__}, this sweep {order['version']}"
         return {**answer, "refused": f"{versions}. Install the same version on every node"}

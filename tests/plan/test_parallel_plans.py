@@ -1,0 +1,163 @@
+"""Plans of one rank of DDP, FSDP2 with a policy, hybrid sharding and tensor parallelism, against real gloo ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
+
+from gloo_ranks import peak_bytes  # noqa: E402
+
+from stepscope.cli.main import main  # noqa: E402
+from stepscope.devices.limits import find_device  # noqa: E402
+from stepscope.errors import UsageError  # noqa: E402
+from stepscope.planner.parallel import Parallel, parallel_of  # noqa: E402
+from stepscope.planner.prediction import Planner  # noqa: E402
+from stepscope.sweep.grid import Grid  # noqa: E402
+from stepscope.workloads.registry import find  # noqa: E402
+
+H200 = find_device("NVIDIA H200")
+STEP = {"preset": "tiny", "mode": "step"}
+WIDTH = 64
+OWN = f"""
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm({WIDTH}), nn.Linear({WIDTH}, 256), nn.Linear(256, {WIDTH})
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+class Model(nn.Module):
+    tp_plan = {{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+def build(batch: int = 512):
+    return Model(), lambda: torch.randn(batch, {WIDTH})
+"""
+LLAMA = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def workloads(tmp_path):
+    """Return a function that makes a workload's name that of this folder's file, if it has one."""
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    own = {"own": f"{tmp_path}/own.py:build", "llama": f"hf:{tmp_path}/llama.json"}
+    return lambda name: own.get(name, name)
+
+
+def predicted(parallel, workload, values, device=None):
+    grid = Grid(find(workload), {"device": "cpu"})
+    point = grid.points([grid.words([f"{name}={value}" for name, value in values.items()])], False)[0]
+    return Planner(find(workload), parallel).predict(point, device)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("parallel", "workload", "values"),
+    [
+        ({"fsdp": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}, "cs336", STEP),
+        ({"fsdp": 3, "param_dtype": "bf16"}, "hydra", STEP),
+        ({"fsdp": 2, "replicas": 2}, "cs336", STEP),
+        ({"ddp": 2}, "cs336", STEP),
+        ({"ddp": 2}, "cs336", {"preset": "small", "mode": "step", "seq_len": 32, "batch": 1}),
+        ({"ddp": 3}, "nano", {**STEP, "dtype": "autocast_bf16"}),
+        ({"tp": 2}, "own", {"mode": "step"}),
+        ({"tp": 2}, "llama", {"mode": "step", "seq_len": 64, "batch": 2}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+@pytest.mark.filterwarnings("ignore:mkldnn")
+def test_one_rank_against_gloo(parallel, workload, values, workloads):
+    name = workloads(workload)
+
+    found = predicted(Parallel(**parallel), name, values)
+
+    assert found.peak_allocated_bytes == pytest.approx(peak_bytes(parallel, name, values), rel=0.01)
+    assert sum(found.live_at_peak.values()) == found.peak_allocated_bytes
+    assert found.num_ranks == Parallel(**parallel).num_ranks
+
+
+def test_ddp_has_a_place_for_every_gradient_in_its_buckets():
+    """At a batch of one, the peak is in the optimizer: weights, gradients, buckets, and two numbers for each."""
+    found = predicted(Parallel(ddp=4), "cs336", {**STEP, "batch": 1, "seq_len": 8, "optimizer": "fused"}, H200)
+
+    live = found.live_at_peak
+    assert live["communication"] == live["gradient"] == live["parameter"] > 0
+    assert live["optimizer_state"] > 2 * live["parameter"]
+    assert (found.num_ranks, found.fsdp, found.parallel) == (4, None, "DDP")
+
+
+def test_a_policy_gathers_and_reduces_in_its_dtypes():
+    plain = predicted(Parallel(fsdp=4), "cs336", STEP, H200).live_at_peak
+    mixed = predicted(Parallel(fsdp=4, param_dtype="bf16", reduce_dtype="fp32"), "cs336", STEP, H200).live_at_peak
+
+    assert 2 * mixed["unsharded_parameter"] == plain["unsharded_parameter"]
+    assert mixed["parameter"] == plain["parameter"]  # shards stay in float32
+
+
+def test_replicas_shard_over_their_own_group():
+    hybrid, plain = (predicted(each, "cs336", STEP) for each in (Parallel(fsdp=2, replicas=2), Parallel(fsdp=2)))
+
+    assert hybrid.live_at_peak["parameter"] == plain.live_at_peak["parameter"]
+    assert hybrid.num_ranks == 4 and hybrid.parallel == "FSDP2, 2 replicas of 2 ranks"
+
+
+def test_tensor_parallelism_splits_what_the_models_plan_names(workloads):
+    live = predicted(Parallel(tp=4), workloads("own"), {"mode": "step"}, H200).live_at_peak
+
+    split, whole = 256 * WIDTH // 4 * 2 + 256 // 4, WIDTH + 2 * WIDTH  # of a block; whole: norm, and down's bias
+    assert live["parameter"] == 3 * 4 * (split + whole)
+
+
+def test_offloaded_activations_are_not_on_the_device():
+    plain, offloaded = (predicted(each, "cs336", STEP, H200) for each in (None, Parallel(offload=True)))
+
+    assert offloaded.live_at_peak.get("activation", 0) < plain.live_at_peak["activation"] / 2
+    assert offloaded.peak_allocated_bytes < plain.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fsdp": 2, "ddp": 2}, "--fsdp and --ddp cannot be planned together"),
+        ({"ddp": 1}, "from 2 to 16384"),
+        ({"tp": "x"}, "must be an integer"),
+        ({"fsdp": "4x5000"}, "from 2 to 16384"),
+        ({"ddp": 2, "mixed_precision": "bf16"}, "use it with --fsdp"),
+        ({"fsdp": 2, "mixed_precision": "int8"}, "choose from bf16"),
+    ],
+)
+def test_options_that_do_not_fit(options, said):
+    with pytest.raises(UsageError, match=said):
+        parallel_of(**options)
+
+
+def test_the_verb_says_whose_memory_it_is(capsys):
+    assert main(["plan", "cs336", "--preset", "tiny", "--ddp", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "one rank of 2 on NVIDIA H100" in text and "DistributedDataParallel with its defaults" in text
+
+    assert main(["plan", "nano", "--preset", "tiny", "--tp", "2"]) == 2
+    assert "no tensor-parallel plan" in capsys.readouterr().err
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,181 @@
+"""Sweeps on a real Ray cluster of three nodes on this machine, with workers, nodes and drivers killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'stepscope[ray]' (not a test dependency: 70 MB)")
+
+from sweep_runs import ODD, rows_in
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+STORE_BYTES = 80 << 20
+NUM_POINTS, NUM_KILLS = 200, 20
+QUICK = ("--device", "cpu", "--warmup", "1", "--steps", "2")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(3):
+        made.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    yield made
+    made.shutdown()
+
+
+def project(folder, cluster, **settings):
+    """Write the settings of a project that runs its sweeps on the cluster."""
+    folder.mkdir(exist_ok=True)
+    table = {"address": cluster.address, "jobs": 8, **settings}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    (folder / "pyproject.toml").write_text("\n".join(["[tool.stepscope.engine]", *lines, ""]))
+    return folder
+
+
+def driver(folder, *words, on="ray"):
+    command = [sys.executable, "-m", "stepscope", *map(str, words), "--on", on]
+    with (folder / "driver.txt").open("ab") as log:
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+
+
+def raylets(cluster):
+    return [node.all_processes["raylet"][0].process.pid for node in cluster.worker_nodes]
+
+
+def children(pid):
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(place.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
+                found.append(int(place.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+def busy(cluster):
+    """Return workers that run a point, and the processes of the points."""
+    workers, points = [], []
+    for raylet in raylets(cluster):
+        for worker in children(raylet):
+            for server in children(worker):
+                running = children(server)
+                if running:
+                    workers.append(worker)
+                    points += running
+    return workers, points
+
+
+def _killed(dice, processes):
+    """Return whether one of these processes could be killed; they may just have ended."""
+    try:
+        os.kill(dice.choice(processes), signal.SIGKILL)
+    except (IndexError, ProcessLookupError):
+        return False
+    return True
+
+
+def num_rows(folder):
+    path = folder / "out" / "results.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_no_row_is_lost_or_doubled_by_kills_of_workers_nodes_and_drivers(cluster, tmp_path):
+    widths = ",".join(map(str, range(1, NUM_POINTS + 1)))
+    sweep = ("bench", f"{ODD}:whole", "--set", f"width={widths}", *QUICK, "-o", "out")
+    here = project(tmp_path / "here", cluster)
+    assert driver(here, *sweep, on="local").wait() == 0
+    there, dice, kills = project(tmp_path / "there", cluster), random.Random(7), Counter()
+    running = driver(there, *sweep)
+    # The same number of each in the end, in a random order, spread over the sweep.
+    plan = ["worker"] * 7 + ["point"] * 4 + ["node"] * 5 + ["driver"] * 4
+    dice.shuffle(plan)
+    for number, kind in enumerate(plan):
+        while num_rows(there) < number * (NUM_POINTS // NUM_KILLS):
+            assert running.poll() is None, (there / "driver.txt").read_text()[-3000:]
+            time.sleep(0.05)
+        time.sleep(dice.random() / 2)
+        if kind == "driver":
+            running.kill()
+            running.wait()
+            running = driver(there, *sweep, "--resume")
+        elif kind == "node":
+            cluster.remove_node(dice.choice(list(cluster.worker_nodes)), allow_graceful=False)
+            cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+        else:
+            while not _killed(dice, busy(cluster)[kind == "point"]):
+                time.sleep(0.02)
+        kills[kind] += 1
+    assert running.wait() == 0, (there / "driver.txt").read_text()[-3000:]
+
+    assert sum(kills.values()) == NUM_KILLS
+    rows = rows_in(there / "out")
+    assert len(rows) == NUM_POINTS == len({row["hash"] for row in rows})
+    expected = {row["hash"]: (row["loss"], row["final_loss"]) for row in rows_in(here / "out")}
+    assert {row["hash"]: (row["loss"], row["final_loss"]) for row in rows} == expected
+    assert [row["hash"] for row in rows] == [row["hash"] for row in rows_in(here / "out")]
+    assert {row["status"] for row in rows} == {"ok"}
+    assert sum(row.get("attempts", 1) > 1 for row in rows) > 0
+    said = (there / "driver.txt").read_text()
+    assert "was lost; trying again, attempt 2 of 3" in said and " queued, " in said
+
+
+def test_interrupting_a_sweep_ends_its_tasks(cluster, tmp_path):
+    folder = project(tmp_path / "project", cluster)
+    words = ("bench", f"{ODD}:build", "--set", "kind=hang", "--set", "width=8,16", *QUICK, "-o", "out")
+    running = driver(folder, *words)
+    while len(busy(cluster)[1]) < 2:
+        assert running.poll() is None
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 130
+    deadline = time.monotonic() + 60
+    while busy(cluster)[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert num_rows(folder) == 0 and "interrupted; continue with" in (folder / "driver.txt").read_text()
+
+
+def test_tune_and_verify_run_on_a_node(cluster, tmp_path):
+    folder = project(tmp_path / "project", cluster)
+    words = ("tune", "cs336", "--preset", "tiny", "--set", "seq_len=16", "--over", "attention", "--device", "cpu")
+    assert driver(folder, *words, "--minutes", "3", "-o", "out").wait() == 0, (folder / "driver.txt").read_text()
+    rows = rows_in(folder / "out")
+    assert len(rows) > 2 and all("num_neighbors" in row for row in rows)
+
+    (folder / "train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.AdamW(model.parameters())\n"
+        "for _ in range(40):\n    model(torch.ones(8, 64)).square().mean().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    words = ("verify", "--on", "ray", "--rounds", "1", "--clean", "6", "-o", "fix", "--fix", "unfused_optimizer")
+    with (folder / "driver.txt").open("ab") as log:
+        command = [sys.executable, "-m", "stepscope", *words, "train.py"]
+        assert subprocess.call(command, cwd=folder, stdout=log, stderr=log) in (0, 3)
+    runs = {path.parent.name for path in (folder / "fix").glob("*/recording.json")}
+    assert runs == {"without-0", "without-1", "unfused_optimizer-0", "unfused_optimizer-1"}
+
+
+def test_a_point_that_keeps_being_lost_has_a_row_that_says_so(cluster, tmp_path):
+    folder = project(tmp_path / "project", cluster, attempts=2)
+    words = ("bench", f"{ODD}:build", "--set", "kind=killed,ok", *QUICK, "--mode", "forward", "-o", "out")
+    assert driver(folder, *words).wait() == 1
+    by_kind = {row["config"]["kind"]: row for row in rows_in(folder / "out")}
+    assert by_kind["ok"]["status"] == "ok"
+    assert (by_kind["killed"]["status"], by_kind["killed"]["attempts"]) == ("crashed", 2)
+    assert by_kind["killed"]["killed"] and "SIGKILL" in by_kind["killed"]["reason"]
