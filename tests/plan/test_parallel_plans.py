@@ -65,10 +65,10 @@ def workloads(tmp_path):
     return lambda name: own.get(name, name)
 
 
-def predicted(parallel, workload, values, device=None):
+def predicted(parallel, workload, values, device=None, limit_bytes=None):
     grid = Grid(find(workload), {"device": "cpu"})
     point = grid.points([grid.words([f"{name}={value}" for name, value in values.items()])], False)[0]
-    return Planner(find(workload), parallel).predict(point, device)
+    return Planner(find(workload), parallel, limit_bytes).predict(point, device)
 
 
 @pytest.mark.long
@@ -161,3 +161,20 @@ def test_the_verb_says_whose_memory_it_is(capsys):
     assert main(["plan", "nano", "--preset", "tiny", "--tp", "2"]) == 2
     assert "no tensor-parallel plan" in capsys.readouterr().err
     assert not torch.distributed.is_initialized()
+
+
+def test_the_fewest_gpus_and_the_largest_batch_that_fit(capsys):
+    values = {"preset": "small", "batch": 1, "seq_len": 16, "mode": "step"}
+    words = ["plan", "cs336", "--preset", "small", "--set", "batch=1", "--set", "seq_len=16", "--fit", "1700MiB"]
+
+    assert main([*words, "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    number, device = found["min_ranks"], find_device(next(iter(found["fits"])))
+    assert number > 2 and found["max_batch"] == 0  # on one GPU
+    verdicts = [
+        predicted(Parallel(fsdp=ranks), "cs336", values, device, 1700 << 20).fits for ranks in (number - 1, number)
+    ]
+    assert verdicts[0] != "fits" and verdicts[1] == "fits"
+    assert main([*words, "--ddp", "2"]) == 0
+    assert "more ranks do not help" in " ".join(capsys.readouterr().out.split())

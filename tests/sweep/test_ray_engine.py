@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'stepscope[ray]' (not a test dependency: 70 MB)")
+pytest.importorskip("ray", reason="pip install 'stepscope[ray]': Ray is not a test dependency, it has 240 MB")
 
 from sweep_runs import ODD, rows_in
 

@@ -208,6 +208,7 @@ def plan(
     tp: int | None = None,
     mixed_precision: str | None = None,
     offload_activations: bool = False,
+    fit: str | int | None = None,
     max_batch: bool = False,
     max_length: bool = False,
     on_line: Callable[[str], None] | None = None,
@@ -218,7 +219,8 @@ def plan(
     `hf:config.json` or `file.py:build`. `set` maps knobs to a value or a list of values; lists multiply. `device` is
     the full name of one or more GPUs, or `cpu`. `fsdp`, `ddp` or `tp` ranks train together, and the plan is that of
     one: `fsdp="2x8"` is hybrid sharding, `mixed_precision="bf16:fp32"` FSDP2's policy. `offload_activations` keeps
-    saved activations in host memory. `max_batch` and `max_length` search the largest that fits. `on_line`
+    saved activations in host memory. `fit="80GiB"` is the memory of a GPU, and searches the largest batch and the
+    fewest GPUs. `max_batch` and `max_length` search the largest that fits. `on_line`
     receives what is being planned.
 
     >>> plan("cs336", preset="2.7B", set={"seq_len": 512}, device="NVIDIA H200")  # doctest: +SKIP
@@ -228,6 +230,7 @@ def plan(
     from stepscope.planner.parallel import parallel_of
     from stepscope.planner.plan import CPU, MAX_BATCH, MAX_LENGTH, find_devices, plan_points
     from stepscope.sweep.grid import find_workload, grid_points
+    from stepscope.sweep.memory import bytes_of
 
     parallel = parallel_of(fsdp, ddp, tp, mixed_precision, offload_activations)
     devices = find_devices([device] if isinstance(device, str) else device)
@@ -235,6 +238,11 @@ def plan(
         raise UsageError("device names no device")
     found = find_workload(workload)
     axes = axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer)
-    searches = [key for key, is_asked in ((MAX_BATCH, max_batch), (MAX_LENGTH, max_length)) if is_asked]
+    limit = bytes_of(fit)
+    if limit is not None and None in devices:
+        raise UsageError("fit is the memory of a GPU: name a GPU with --device")
+    searches = [
+        key for key, is_asked in ((MAX_BATCH, max_batch or limit is not None), (MAX_LENGTH, max_length)) if is_asked
+    ]
     points, tell = grid_points(found, {"device": [CPU], **axes}), on_line or (lambda line: None)
-    return plan_points(found, points, devices, parallel=parallel, searches=searches, on_line=tell)
+    return plan_points(found, points, devices, parallel=parallel, searches=searches, limit_bytes=limit, on_line=tell)

@@ -10,7 +10,8 @@ examples:
   stepscope plan cs336 --preset 2.7B --set seq_len=512 --device "NVIDIA H100 80GB HBM3"
   stepscope plan hydra --preset 100m --dtype autocast_bf16 --device "NVIDIA H200,NVIDIA A100-SXM4-40GB"
   stepscope plan train.py:build --max-batch --device "NVIDIA L40S"
-  stepscope plan cs336 --preset 10B --fsdp 8
+  stepscope plan cs336 --preset 10B --fsdp 8 --mixed-precision bf16:fp32
+  stepscope plan cs336 --preset 10B --fit 80GiB
 """
 
 import argparse
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", metavar="N", help="plan one of N ranks with the model's tensor-parallel plan")
     add("--mixed-precision", metavar="P:R", help="FSDP2's dtypes of parameters and reduction, e.g. bf16:fp32")
     add("--offload-activations", action="store_true", help="keep saved activations in host memory")
+    add("--fit", metavar="MEMORY", help="find the largest batch and the fewest GPUs of this size")
     add("--max-batch", action="store_true", help="find the largest batch that fits")
     add("--max-length", action="store_true", help="find the longest sequence that fits")
     add("--json", action="store_true", help="print JSON instead of text (docs/plan.md)")
@@ -49,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
             tp=arguments.tp,
             mixed_precision=arguments.mixed_precision,
             offload_activations=arguments.offload_activations,
+            fit=arguments.fit,
             max_batch=arguments.max_batch,
             max_length=arguments.max_length,
             on_line=show,

@@ -15,7 +15,7 @@ OWNERS = {
     "communication": "communication buffers", "temporary": "temporaries", "workspace": "workspaces",
     "allocator_rounding": "allocator rounding",
 }  # fmt: skip
-SEARCHED = {"max_batch": "largest batch", "max_seq_len": "longest sequence"}
+SEARCHED = {"max_batch": "largest batch", "max_seq_len": "longest sequence", "min_ranks": "fewest GPUs"}
 SHOWN = ("preset", "batch", "seq_len", "dtype", "mode", "compile", "sdpa", "optimizer")  # knobs that the title names
 DEFAULTS = {"compile": "off", "sdpa": "free", "optimizer": "adamw"}  # values that the title leaves out
 NUM_MODULES = 6

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -15,6 +15,7 @@ from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.formatting import safe
 from stepscope.planner.emulation.torch_support import this_torch
+from stepscope.planner.hardware import CONTEXT_BYTES
 from stepscope.planner.parallel import Parallel
 from stepscope.sweep.grid import Point, changed
 from stepscope.sweep.tuning.max_batch import HIGHEST, largest
@@ -24,6 +25,7 @@ from stepscope.workloads.workload import Workload
 with this_torch():
     from stepscope.planner.prediction import FITS, GROWS, MARGIN, NOT_KNOWN, Planner, Prediction
 
+MOST_PLANNED_RANKS = 1024  # in the search for the fewest
 MANY_VALUES = 5  # if so many values need the same memory, the knob has no effect
 MOST_GUESSES = 8
 FINE = 128  # a guess is good if the next one differs by at most 1/FINE
@@ -131,6 +133,7 @@ def _crossing(points: list[tuple[int, int]], wanted: int) -> int | None:
 
 CPU = "cpu"
 MAX_BATCH, MAX_LENGTH = "max_batch", "max_seq_len"
+MIN_RANKS = "min_ranks"
 KNOBS = {MAX_BATCH: "batch", MAX_LENGTH: "seq_len"}  # the key of a search's answer, and the knob that it searches
 
 
@@ -139,7 +142,7 @@ class Planned:
     point: Point
     prediction: Prediction
     largest: Mapping[str, int | None]
-    """`max_batch` and `max_seq_len`, if they were asked for; None if nothing limits them, or nothing is known."""
+    """`max_batch`, `max_seq_len` and `min_ranks`, if asked for; None if nothing limits them, or nothing is known."""
     bounded_by: Mapping[str, str]  # what limits a search if it is not memory, by the search's key
 
     def to_json(self) -> dict[str, Any]:
@@ -188,6 +191,40 @@ def find_devices(names: Iterable[str]) -> list[Device | None]:
     return found
 
 
+def spread_over(parallel: Parallel | None, num_ranks: int) -> Parallel | None:
+    """Return the same way to train on another number of ranks; FSDP2 if there was one rank."""
+    base = parallel or Parallel()
+    if num_ranks == 1:
+        return Parallel(offload=True) if base.offload else None
+    if base.tp is not None:
+        return replace(base, tp=num_ranks)
+    return replace(base, fsdp=num_ranks // base.replicas) if base.ddp is None else replace(base, ddp=num_ranks)
+
+
+def fewest_ranks(fits: Callable[[int], bool], parallel: Parallel | None) -> tuple[int | None, str | None]:
+    """Return the smallest number of ranks that fits, and why there is none; ranks share memory unless with DDP.
+
+    >>> fewest_ranks(lambda number: number >= 6, None)
+    (6, None)
+    """
+    step = parallel.replicas if parallel else 1
+    if step == 1 and fits(1):
+        return 1, None
+    if parallel is not None and parallel.ddp is not None:
+        return None, "a rank of DDP has the whole model, so more ranks do not help. Use --fsdp"
+    high = 2 * step
+    while not fits(high):
+        if 2 * high > MOST_PLANNED_RANKS:
+            return None, f"not even {high} ranks fit"
+        high *= 2
+    low = high // 2
+    is_split = parallel is not None and parallel.tp is not None  # the model's sizes must be divisible
+    while not is_split and high - low > step:
+        middle = (low + high) // 2 // step * step
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high, None
+
+
 def plan_points(
     workload: Workload[Any],
     points: Sequence[Point],
@@ -195,10 +232,22 @@ def plan_points(
     *,
     parallel: Parallel | None = None,
     searches: Sequence[str] = (),
+    limit_bytes: int | None = None,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Return the plan of every point on every device; `on_line` receives what is being planned."""
-    planner = Planner(workload, parallel)
+    """Return the plan of every point on every device; `on_line` receives what is being planned.
+
+    With `limit_bytes`, that is a GPU's memory, and the fewest ranks that fit are searched too.
+    """
+    planner = Planner(workload, parallel, limit_bytes)
+    if limit_bytes is not None and limit_bytes <= CONTEXT_BYTES:
+        raise UsageError(f"fit={limit_bytes}: a GPU needs more than {CONTEXT_BYTES} bytes for its context alone")
+
+    def fits_on(point: Point, device: Device | None, num_ranks: int) -> bool:
+        on_line(safe(f"planning {point.workload} on {num_ranks} ranks"))
+        with users_code(), this_torch():
+            spread = spread_over(parallel, num_ranks)
+            return Planner(workload, spread, limit_bytes).predict(point, device).fits == FITS
 
     def predict(point: Point, device: Device | None, **changes: int) -> Prediction:
         values = " ".join((point.preset or "", *(f"{name}={value}" for name, value in changes.items())))
@@ -217,6 +266,9 @@ def plan_points(
             search = Search(knob, lambda value: predict(point, device, **{knob: value}))  # noqa: B023  used right here
             largest[key], reason = search.run(int(point.config[knob]))
             bounded_by |= {} if reason is None else {key: reason}
+        if limit_bytes is not None:
+            largest[MIN_RANKS], reason = fewest_ranks(lambda number: fits_on(point, device, number), parallel)
+            bounded_by |= {} if reason is None else {MIN_RANKS: reason}
         return Planned(point, prediction, largest, bounded_by)
 
     return Plan(tuple(planned(point, device) for point in points for device in devices))

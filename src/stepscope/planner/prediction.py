@@ -13,7 +13,7 @@ from stepscope.formatting import size
 from stepscope.planner.allocator import Events, Replay, live_at_peak, replay, rounded
 from stepscope.planner.dataless_steps import Traced, trace
 from stepscope.planner.emulation.dataless import DataNeeded
-from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes
+from stepscope.planner.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from stepscope.planner.parallel import Parallel
 from stepscope.recorder.clock import BACKWARD, OPTIMIZER
 from stepscope.recorder.machine.environment import allows_tf32, products_in_tf32
@@ -140,8 +140,11 @@ class Prediction:
 class Planner:
     """Predicts points of one workload and shares their common work. With `parallel`, predicts one of its ranks."""
 
-    def __init__(self, workload: Workload[Any], parallel: Parallel | None = None) -> None:
-        self._workload, self._parallel = workload, parallel
+    def __init__(
+        self, workload: Workload[Any], parallel: Parallel | None = None, limit_bytes: int | None = None
+    ) -> None:
+        """`limit_bytes` replaces the memory of the device."""
+        self._workload, self._parallel, self._limit_bytes = workload, parallel, limit_bytes
         self._traced: dict[tuple[Any, ...], Traced] = {}
 
     def predict(self, point: Point, device: Device | None) -> Prediction:
@@ -156,7 +159,7 @@ class Planner:
         verdict, retries, bound = None, 0, None
         notes: list[str] = []
         if device is not None:
-            verdict, retries = _verdict(events, found, traced, usable_bytes(device))
+            verdict, retries = _verdict(events, found, traced, self._usable_bytes(device))
             bound, notes = lower_bound(traced, device, point.run)
         owners: Counter[str] = Counter()
         modules: Counter[str] = Counter()
@@ -176,7 +179,7 @@ class Planner:
             peak_step=events.step_at(*found.peak_at),
             growth_bytes_per_step=events.growth_bytes(rounded if rounds else int),
             settles_at_step=found.settles_at_step,
-            usable_bytes=None if device is None else usable_bytes(device)[0],
+            usable_bytes=None if device is None else self._usable_bytes(device)[0],
             fits=verdict,
             num_retries=retries,
             lower_bound=bound,
@@ -188,6 +191,12 @@ class Planner:
             parallel=str(traced.parallel) if traced.parallel else None,
             error_bar=traced.error_bar,
         )
+
+    def _usable_bytes(self, device: Device) -> tuple[int, int]:
+        """Return the least and the most memory that tensors can use."""
+        if self._limit_bytes is None:
+            return usable_bytes(device)
+        return self._limit_bytes - CONTEXT_BYTES, self._limit_bytes - CONTEXT_BYTES
 
     def _trace(self, point: Point, hardware: Hardware | None, device: Device | None) -> Traced:
         # A user's own program may ask for the device's name or memory.

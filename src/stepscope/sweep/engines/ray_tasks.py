@@ -90,7 +90,8 @@ class RayEngine(Engine):
         if isinstance(error, self._ray.exceptions.RayTaskError):
             return f"a point could not start on {where}: {str(error.cause or error).splitlines()[-1]}"
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
-        if job.node is not None and job.node not in alive:
+        is_dead = job.node is not None and job.node not in alive
+        if is_dead or isinstance(error, self._ray.exceptions.NodeDiedError):
             return f"{where} was lost"
         return f"a worker on {where} was lost ({type(error).__name__})"
 
