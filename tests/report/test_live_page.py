@@ -8,9 +8,12 @@ from threading import Thread
 
 import pytest
 
+from history_maker import Run, write_history
 from hostile_names import NAMES
 from stepscope.cli.support.page_server import Answer, PageServer
 from stepscope.document.model import Bars, Document, Fact, Facts, Notes, Section, Series, Table, Text, Trend, Trends
+from stepscope.document.run_status import run_document
+from stepscope.findings.run_status import WatchedRun
 from stepscope.render.page.live import live_page, live_policy, live_state
 
 
@@ -196,3 +199,29 @@ def test_every_picture_and_button_has_a_name(served, tab):
     assert len(found) == 2 and all(text.endswith("Now data") or text.endswith("Now forward") for text in found)
     assert tab.eval_on_selector_all("button", "all => all.every((one) => one.textContent.trim())")
     assert tab.get_attribute("#verdict", "role") == "status" and tab.query_selector("h1") is not None
+
+
+def test_a_real_run_fits_a_phone_and_follows_its_steps(served, tab, tmp_path):
+    settings = {
+        "noise": 0.0,
+        "ends": None,
+        "clock_mhz": lambda step: 1500.0,
+        "total_bytes": 80 << 30,
+        "save_every": 300,
+    }
+    run = WatchedRun(write_history(tmp_path, Run(num_steps=1000, **settings)), 2000)
+    write_history(tmp_path / "rank1", Run(num_steps=1000, **settings))
+    served.document = run_document(run.status())
+    tab.wait_for_selector("text=Step 1,000 of 2,000")
+    tab.set_viewport_size({"width": 320, "height": 800})
+
+    assert tab.eval_on_selector_all(".trends figure", "all => all.length") == 6
+    assert tab.inner_text("#bars-parts h2") == "Where the last 1 min 49 s went"
+    assert "1,500 MHz" in tab.inner_text("#table-ranks") and "train.py:40 save" in tab.inner_text("#table-events")
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    with (tmp_path / "history.jsonl").open("a") as stream:
+        last = {"step": 1000, "num_steps": 5, "window": "free", "start_ns": 10**12, "t": 1.8e9, "wall_ns": 5 * 10**8}
+        last |= {"median_ns": 10**8, "max_ns": 10**8, "max_step": 1000, "host_ns": {"data": 5 * 10**8}}
+        stream.write(json.dumps(last) + "\n")
+    served.document = run_document(run.status())
+    tab.wait_for_selector("text=Step 1,005 of 2,000")
