@@ -92,9 +92,8 @@ class Case:
     @cached_property
     def clean_ns(self) -> float | None:
         """The median step time without the profiler, if a recording measured it."""
-        if self._recording is None or self.summary.step_ns is None:
-            return None
-        return self.summary.step_ns.median
+        times = None if self._recording is None else self.summary.step_ns
+        return None if times is None else times.median
 
     @cached_property
     def allocations(self) -> dict[str, Any]:
@@ -344,10 +343,7 @@ class Case:
     def without(
         self, events: Iterable[int], durations_ns: Mapping[int, float] | None = None, is_loop: bool = False
     ) -> Change:
-        """Return the change that removes some GPU work and the host time for it (`analysis/time/what_if.py`).
-
-        Other work takes `durations_ns`.
-        """
+        """Return the change that removes some GPU work and the host time for it; other work takes `durations_ns`."""
         return replace(without(self.linked, events, is_loop), duration_ns=durations_ns or {})
 
     def scaled_to(self, total_ns: float, events: Sequence[int]) -> dict[int, float]:
@@ -398,6 +394,5 @@ class Case:
 
 
 def _time(table: pl.DataFrame, time: pl.Expr | None) -> pl.Expr:
-    if time is not None:
-        return time
-    return pl.col("duration_ns") if "duration_ns" in table.columns else LENGTH
+    own = pl.col("duration_ns") if "duration_ns" in table.columns else LENGTH
+    return own if time is None else time
