@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 from handmade import MS, cpu_facts, sample, write_recording
+from stepscope.cli.support import output
 from stepscope.document.sections.ranks import parts
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.recorder.files import default_folder
+from stepscope.recorder.processes.child import session_of
+from stepscope.recorder.processes.options import Options
+from stepscope.recorder.windows import Windows
 from stepscope.session import open_session
 from stepscope.session.gather import gather
 from stepscope.session.job_clocks import clocks_of
@@ -146,6 +152,25 @@ def test_all_hosts_of_a_job_give_its_folder_the_same_name(monkeypatch):
     assert default_folder("train") == Path("runs/train-slurm4711.2")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert default_folder("train") == Path("runs/train-slurm4711.2-restart1")
+
+
+def test_only_some_ranks_trace(tmp_path, monkeypatch):
+    options = Options(folder=tmp_path, windows=Windows(trace=2, repeat=3), pid=1, trace_ranks=(0, 8))
+    assert Options.from_json(options.to_json()) == options
+    for rank, num_traced in (("0", 2), ("3", 0), ("8", 2)):
+        monkeypatch.setenv("RANK", rank)
+        windows = vars(session_of(options, {}, None, None))["_windows"]
+        assert (windows.trace, windows.clean) == (num_traced, options.windows.clean)
+    done = run_verb("run", "--trace-ranks", "0,x", "train.py")
+    assert done.returncode == 2 and "--trace-ranks 0,x: name ranks" in done.stderr
+
+
+def test_a_very_long_answer_is_written_and_not_kept(capsys, monkeypatch):
+    monkeypatch.setattr(output, "_MOST_COPIED", 100)
+    for num, num_kept in ((9, 9), (11, 0)):
+        with output.copied() as parts:
+            output.write(["0123456789"] * num)
+        assert len(parts) == num_kept and capsys.readouterr().out == "0123456789" * num
 
 
 def test_the_verb_says_what_is_missing(hosts, tmp_path):

@@ -81,10 +81,16 @@ def write(parts: Iterable[str], stream: TextIO | None = None) -> bool:
     if stream is None:
         raise StepscopeError("the answer could not be written: standard output is closed")
     encoding = stream.encoding or "utf-8"
+    room = _MOST_COPIED
     try:
         for part in parts:
+            room -= len(part)
             for copy in _copies:
                 copy.append(part)
+                if room < 0:  # of hundreds of ranks: it is not held in memory
+                    copy.clear()
+            if room < 0:
+                _copies.clear()
             stream.write(_encodable(part, encoding))
         stream.flush()
         return True
@@ -111,6 +117,7 @@ def _encodable(text: str, encoding: str) -> str:
 
 
 _copies: list[list[str]] = []
+_MOST_COPIED = 1 << 24  # characters of an answer that is kept for the next time
 
 
 @contextmanager
@@ -120,7 +127,8 @@ def copied() -> Iterator[list[str]]:
     try:
         yield _copies[-1]
     finally:
-        _copies.pop()
+        if _copies:
+            _copies.pop()
 
 
 def tell(line: str, end: str = "\n") -> None:

@@ -98,9 +98,12 @@ def session_of(
     """Return the session of a process of the script, not started."""
     from stepscope.recorder.session import Session
 
+    windows, rank = options.windows, ranks.rank_and_world_size()[0] or 0
+    if options.trace_ranks and rank not in options.trace_ranks:
+        windows = dataclasses.replace(windows, trace=0, repeat=1)  # it times its steps, like all others
     return Session(
         options.folder,
-        windows=options.windows,
+        windows=windows,
         facts=facts,
         tokens_per_step=options.tokens_per_step,
         exit_after=options.exit_after,

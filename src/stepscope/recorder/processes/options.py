@@ -31,6 +31,7 @@ class Options:
     is_quiet: bool = False
     when: tuple[str, ...] = ()  # conditions for further windows
     limit: int = 3  # on how many windows, for each
+    trace_ranks: tuple[int, ...] = ()  # ranks that take traces; empty: all
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "folder": os.fspath(self.folder)})
@@ -39,4 +40,6 @@ class Options:
     def from_json(cls, text: str) -> "Options":
         fields = json.loads(text)
         converted = {"folder": Path(fields["folder"]), "windows": Windows(**fields["windows"])}
-        return cls(**{**fields, **converted, "when": tuple(fields["when"])})
+        return cls(
+            **{**fields, **converted, "when": tuple(fields["when"]), "trace_ranks": tuple(fields["trace_ranks"])}
+        )
