@@ -140,21 +140,21 @@ class WatchedRun:
     def __init__(self, folder: Path, num_planned: int | None = None, watch: Watch | None = None) -> None:
         self._watch = watch or Watch(folder)
         self._num_planned = num_planned
-        self._grown: object = None  # what the two below were computed from
+        self._grown: object = None  # what the run was made from
         self._run = Run(())
         self._goodput: Goodput | None = None
         self._checked: object = None  # what the rules have seen
         self._found: tuple[RunWarning, ...] = ()
 
     def status(self, with_rules: bool = True) -> RunStatus:
-        """Return the run now; RecordingError if its folder was deleted. Without rules it is faster."""
+        """Return the run now; RecordingError if its folder was deleted. Without rules and goodput it is faster."""
         ranks = self._watch.update()
         first = leading(ranks).history
         key = first.blocks[-1:], first.events[-1:]
         if self._grown != key:
-            self._run = run_of(None, first)
-            self._goodput, self._grown = goodput(self._run), key
+            self._run, self._grown = run_of(None, first), key
         if with_rules and self._checked != key:
+            self._goodput = goodput(self._run)
             found = findings_over_time(self._run)
             self._checked = key
             self._found = tuple(RunWarning(each.id, str(number), each.sentence) for number, each in _numbered(found))
