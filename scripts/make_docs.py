@@ -74,7 +74,7 @@ TABLES = [
     ("docs/copies.md", "session/reports.py", "WeightCasts"),
     ("docs/hangs.md", "analysis/ranks/hangs.py", "Hang"),
     ("docs/hangs.md", "analysis/ranks/hangs.py", "Divergence"),
-    ("docs/hangs.md", "analysis/ranks/hangs.py", "RankState"),
+    ("docs/hangs.md", "trace/dumps/rank_states.py", "RankState"),
     ("docs/hangs.md", "analysis/ranks/hangs.py", "RankCall"),
     ("docs/diagnose.md", "findings/diagnose.py", "Diagnosis"),
     ("docs/diagnose.md", "findings/finding.py", "Finding"),

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from sweep_runs import exit_code  # noqa: E402
 
-from stepscope.cli.bench_compile import EXIT_NOT_SAME  # noqa: E402
+from stepscope.cli.checks.bench_compile import EXIT_NOT_SAME  # noqa: E402
 from stepscope.cli.main import main  # noqa: E402
 from stepscope.document.sections.compiler import check_json, checks_document  # noqa: E402
 from stepscope.render.terminal import terminal_text  # noqa: E402

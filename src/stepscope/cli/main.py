@@ -133,7 +133,7 @@ def _find(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
             value = value if equals else "".join(rest[place + 1 : place + 2])
             if value not in CHECKS:
                 raise StepscopeError(f"--check must be one of {', '.join(CHECKS)}")
-            module = importlib.import_module(f"stepscope.cli.{CHECKS[value]}")
+            module = importlib.import_module(f"stepscope.cli.checks.{CHECKS[value]}")
             return f"bench --check {value}", module, rest[:place] + rest[place + (1 if equals else 2) :]
     return name, importlib.import_module(f"stepscope.cli.{name}"), rest
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from stepscope.display import Shown
 from stepscope.trace.dumps.flight_recorder import Call, Dump, Dumps, Signature
+from stepscope.trace.dumps.rank_states import RankState
 
 SCHEMA_VERSION = 1
 WORLD = "default_pg"  # what PyTorch calls the group of all ranks
@@ -56,19 +57,6 @@ class Divergence:
     """Of absent ranks whose calls equal the others' next ones from some collective on: that collective."""
     is_consequence: bool  # its absent ranks wait in another one
     start_ns: int | None  # when the first rank called it, on that rank's clock
-
-
-@dataclass(frozen=True)
-class RankState:
-    """Where a rank under `stepscope run` was when no step ended any more."""
-
-    rank: int
-    host: str
-    step: int  # the last that ended
-    phase: str
-    """`collective`, `data`, `forward`, `backward`, `optimizer`, `checkpoint` or `other`."""
-    stack: tuple[str, ...]  # the script's lines, innermost first
-    silent_s: float  # since the last step ended
 
 
 @dataclass(frozen=True, repr=False)

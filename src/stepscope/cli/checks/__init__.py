@@ -1,0 +1,1 @@
+"""What `stepscope bench --check` can be, one file each."""
