@@ -223,6 +223,7 @@ COUNTER_BYTES = round(18_000 * 230 * 8.4)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_week_stays_below_100_megabytes(tmp_path: Path) -> None:
     _simulate(tmp_path, 6_000_000)
     found = history.load(tmp_path)

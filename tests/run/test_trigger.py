@@ -99,7 +99,7 @@ def test_a_window_is_a_recording_of_its_own(tmp_path: Path) -> None:
     assert [s.window for s in found.samples] == ["warmup", "clean", "clean", "trace_warmup", "trace", "memory"]
     first = found.samples[0].step
     assert windows_of(run) == [(first, 6)]
-    assert said[-1] == f"window 1 begins at step {first}"
+    assert said[-1] == f"window 1 begins at step {first}"  # which may have taken more than one attempt
     assert found.facts["trace"]["num_steps"] == 1
     assert (window / "memory.json.gz").exists() and found.facts["flops"]["by_op"]
     assert {*found.samples[1].host_ns} >= {"forward", "backward", "optimizer"}
@@ -287,7 +287,7 @@ def test_requests_that_make_no_sense_are_ignored(tmp_path: Path) -> None:
         os.mkfifo(run / "control" / "request91.json")
         (run / "control" / "when1.json").write_text('{"when": "whenever", "limit": 1}')
         (found,) = running.during(lambda: stepscope.trigger(run, **FEWEST))
-    assert int(found.name.removeprefix("window")) >= 92
+    assert found == run / "window92"
     assert len(history.load(run).events) == 2  # the window, and the end
 
 

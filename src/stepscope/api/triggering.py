@@ -72,6 +72,11 @@ class _Rank:
     def step_ns(self) -> int:
         return int(self.answer.get("step_ns") or 1_000_000_000)
 
+    def has_answered(self, step: int) -> bool:
+        """Return whether it has answered to the proposal of a step, or cannot any more."""
+        is_over = self.answer.get("state") in (requests.DONE, requests.REFUSED, requests.WITHDRAWN)
+        return is_over or self.answer.get("proposed") == step
+
     def ending(self) -> str | None:
         """Return how its process ended; None if it runs, as far as can be seen from here."""
         from stepscope.session import history
@@ -126,55 +131,63 @@ class _Ranks:
 
 
 def _take(ranks: _Ranks, wanted: dict[str, Any], tell: Callable[[str], None]) -> Path:
+    number = requests.create(ranks.run, "request", wanted)
+    path = requests.request_file(ranks.run, number)
+    try:
+        for seconds in _until(ranks, number, tell, lambda _: all(rank.answer for rank in ranks.all)):
+            if seconds > SEE_SECONDS:
+                silent = ranks.those(lambda rank: not rank.answer)
+                raise RecordingError(f"{silent} did not answer within {SEE_SECONDS:.0f} s: no window was taken")
+        step = _agree(ranks, number, wanted, tell)
+        tell(f"window {number} begins at step {step}")
+        for _ in _until(ranks, number, tell, lambda _: not ranks.states() & _OPEN):
+            pass
+    except BaseException:
+        requests.replace(path, {**wanted, "step": 0, "is_withdrawn": True})
+        raise
+    for rank in ranks.all:
+        if rank.answer.get("state") != requests.DONE:
+            raise RecordingError(f"no window from {rank.name}: {rank.answer.get('reason', 'it was withdrawn')}")
+    return ranks.run / f"window{number}"
+
+
+def _agree(ranks: _Ranks, number: int, wanted: dict[str, Any], tell: Callable[[str], None]) -> int:
+    """Return the step that all ranks have agreed to begin at."""
     free_from = 0
     for attempt in range(MOST_TRIES):
-        for rank in ranks.all:
-            rank.answer = {}
-        number = requests.create(ranks.run, "request", wanted)
-        path = requests.request_file(ranks.run, number)
-        try:
-            for seconds in _until(ranks, number, tell, lambda: all(rank.answer for rank in ranks.all)):
-                if seconds > SEE_SECONDS:
-                    silent = ranks.those(lambda rank: not rank.answer)
-                    raise RecordingError(f"{silent} did not answer within {SEE_SECONDS:.0f} s: no window was taken")
-            step_ns = min(rank.step_ns for rank in ranks.all)
-            newest = max(int(rank.answer.get("step", 0)) for rank in ranks.all)
-            step = max(newest + requests.margin_steps(step_ns, MARGIN_SECONDS * 2**attempt), free_from)
-            requests.replace(path, {**wanted, "step": step})
-            for _ in _until(ranks, number, tell, lambda: not ranks.states() & {requests.SEEN}):
-                pass
-            if ranks.states() & {requests.LATE}:
-                requests.replace(path, {**wanted, "step": step, "is_withdrawn": True})
-                free_from = max(int(rank.answer.get("free_from") or 0) for rank in ranks.all)
-                free_from += requests.margin_steps(step_ns, MARGIN_SECONDS)
-                late = ranks.those(lambda rank: rank.answer.get("state") == requests.LATE)
-                tell(f"{late} cannot begin at step {step}: proposing a later one")
-                continue
-            tell(f"window {number} begins at step {step}")
-            for _ in _until(ranks, number, tell, lambda: not ranks.states() & _OPEN):
-                pass
-        except BaseException:
-            requests.replace(path, {**wanted, "step": 0, "is_withdrawn": True})
-            raise
-        for rank in ranks.all:
-            if rank.answer.get("state") != requests.DONE:
-                raise RecordingError(f"no window from {rank.name}: {rank.answer.get('reason', 'it was withdrawn')}")
-        return ranks.run / f"window{number}"
+        step_ns = min(rank.step_ns for rank in ranks.all)
+        newest = max(int(rank.answer.get("step", 0)) for rank in ranks.all)
+        step = max(newest, free_from) + requests.margin_steps(step_ns, MARGIN_SECONDS * 2**attempt)
+        requests.replace(requests.request_file(ranks.run, number), {**wanted, "step": step})
+        for _ in _until(ranks, number, tell, lambda at: all(rank.has_answered(at) for rank in ranks.all), step):
+            pass
+        if requests.LATE not in ranks.states():
+            return step
+        late = ranks.those(lambda rank: rank.answer.get("state") == requests.LATE)
+        if ranks.states() & {requests.RUNNING, requests.DONE}:
+            raise RecordingError(f"{late} was too late for step {step}, where the others began: try again")
+        free_from = max(int(rank.answer.get("free_from") or 0) for rank in ranks.all)
+        tell(f"{late} cannot begin at step {step}: proposing a later one")
     raise RecordingError(f"the ranks could not agree on a step in {MOST_TRIES} attempts: try again")
 
 
-def _until(ranks: _Ranks, number: int, tell: Callable[[str], None], is_done: Callable[[], bool]) -> Iterator[float]:
+def _until(
+    ranks: _Ranks, number: int, tell: Callable[[str], None], is_done: Callable[[int], bool], step: int = 0
+) -> Iterator[float]:
     """Yield the seconds that have passed, again and again, until something is done or a rank has ended."""
     began = told = looked = time.monotonic()
     while True:
         ranks.read(number)
-        if is_done():
+        if is_done(step):
             return
         now = time.monotonic()
         if now - looked > 1:
             looked = now
             for rank in ranks.all:
-                if (ending := rank.ending()) and not _has_answered(ranks, number, rank):
+                if (ending := rank.ending()) is None:
+                    continue
+                ranks.read(number)  # it may have answered in the meantime
+                if not rank.has_answered(-1):
                     raise RecordingError(f"{rank.name} has ended ({ending}): no window was taken")
         if now - told > TELL_SECONDS:
             told = now
@@ -182,8 +195,3 @@ def _until(ranks: _Ranks, number: int, tell: Callable[[str], None], is_done: Cal
             tell(f"waiting for {waits}: a rank answers between two steps, not inside a long one or an evaluation")
         yield now - began
         time.sleep(POLL_SECONDS)
-
-
-def _has_answered(ranks: _Ranks, number: int, rank: _Rank) -> bool:
-    ranks.read(number)
-    return rank.answer.get("state") in (requests.DONE, requests.REFUSED, requests.LATE)

@@ -23,6 +23,7 @@ from stepscope.recorder.wall import tell
 POLL_NS = 1_000_000_000
 MARGIN_SECONDS = 4.0
 FIRST_RANK = "rank0"
+MOST_ATTEMPTS = 5
 RECENT_NS, LEAST_RECENT, LEAST_USUAL = 2_000_000_000, 5, 5
 
 
@@ -38,12 +39,14 @@ class Control:
         self._run, self._rank, self._history, self._num_ranks = run, rank, history, num_ranks
         self._given = [Standing(number=0, when=text, limit=limit) for text in when]
         self._armed: dict[int, Request] = {}  # by their first step
+        self._taken: set[int] = set()
         self._busy_until = 0
         self._asked: deque[Request] = deque()  # from the writer's thread
         self._answers: deque[tuple[int, dict[str, Any]]] = deque()  # to it
-        self._settled: set[int] = set()  # requests that are done, late, …
+        self._settled: set[int] = set()  # requests that are done, refused, …
         self._known: dict[int, Request] = {}
         self._watches: dict[tuple[bool, int], tuple[Watch, Wanted]] = {}
+        self._own: dict[int, tuple[dict[str, Any], int]] = {}  # requests of conditions: what, and how many attempts
         self._polled_ns = 0
 
     # --- in the thread that trains ----------------------------------------------------------------
@@ -54,9 +57,11 @@ class Control:
         while self._asked:
             request = self._asked.popleft()
             number, first = request.number, request.step or 0
-            if request.is_withdrawn:
-                for at in [at for at, armed in self._armed.items() if armed.number == number]:
-                    del self._armed[at]
+            earlier = [at for at, armed in self._armed.items() if armed.number == number]
+            for at in earlier:  # withdrawn, or proposed again for a later step
+                del self._armed[at]
+            if number in self._taken or request.is_withdrawn:
+                if earlier:
                     self.answer(number, requests.WITHDRAWN, step)
                 continue
             taken = [range(at, at + each.num_steps) for at, each in self._armed.items()]
@@ -65,12 +70,12 @@ class Control:
                 r.start <= last and first < r.stop for r in taken
             ):
                 free_from = max(free_from, self._busy_until, *(each.stop for each in taken))
-                self.answer(number, requests.LATE, step, free_from=free_from)
+                self.answer(number, requests.LATE, step, free_from=free_from, proposed=first)
             else:
                 self._armed[first] = request
-                self.answer(number, requests.ARMED, step, first=first)
+                self.answer(number, requests.ARMED, step, proposed=first)
         for at in [at for at in self._armed if at < step]:
-            self.answer(self._armed.pop(at).number, requests.LATE, step, free_from=step)
+            self.answer(self._armed.pop(at).number, requests.LATE, step, free_from=step, proposed=at)
         self.armed_step = min(self._armed, default=None)
 
     def take(self, step: int) -> Request | None:
@@ -78,8 +83,9 @@ class Control:
         found = self._armed.pop(step, None)
         self.armed_step = min(self._armed, default=None)
         if found is not None:
+            self._taken.add(found.number)
             self._busy_until = step + found.num_steps
-            self.answer(found.number, requests.RUNNING, step, first=step)
+            self.answer(found.number, requests.RUNNING, step, proposed=step)
         return found
 
     def answer(self, number: int, state: str, step: int, **details: Any) -> None:
@@ -91,9 +97,11 @@ class Control:
     def tick(self) -> None:
         while self._answers:
             number, values = self._answers.popleft()
-            if values["state"] not in (requests.SEEN, requests.ARMED, requests.RUNNING):
+            if values["state"] not in (requests.SEEN, requests.ARMED, requests.LATE, requests.RUNNING):
                 self._settled.add(number)
             self._write(number, values)
+            if values["state"] == requests.LATE and number in self._own:
+                self._propose(number, *self._own[number], values["free_from"])
         now_ns = time.perf_counter_ns()
         if now_ns - self._polled_ns >= POLL_NS:
             self._polled_ns = now_ns
@@ -150,11 +158,18 @@ class Control:
         state = self._state(now_ns)
         for watch, wanted in self._watches.values():
             if watch.fires(state):
-                seconds = MARGIN_SECONDS if self._num_ranks > 1 else 0.5
-                margin = requests.margin_steps(state.step_ns or 1_000_000_000, seconds)
                 values = {name: getattr(wanted, name) for name in Wanted.__dataclass_fields__}
-                values |= {"step": state.step + 1 + margin, "reason": watch.condition.text}
-                requests.create(self._run, "request", values)
+                values["reason"] = watch.condition.text
+                self._propose(requests.create(self._run, "request", values), values, 0, 0)
+
+    def _propose(self, number: int, values: dict[str, Any], attempt: int, free_from: int) -> None:
+        """Propose a step for a window of a condition, each time further ahead."""
+        if attempt < MOST_ATTEMPTS:
+            seconds = (MARGIN_SECONDS if self._num_ranks > 1 else 0.5) * 2**attempt
+            margin = requests.margin_steps(self._step_ns() or 1_000_000_000, seconds)
+            step = max(self._history.last_step + 1, free_from) + margin
+            self._own[number] = values, attempt + 1
+            requests.replace(requests.request_file(self._run, number), {**values, "step": step})
 
     def _state(self, now_ns: int) -> State:
         block = self._history.last_block
