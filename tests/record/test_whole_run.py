@@ -144,6 +144,30 @@ def test_clocks_that_jump_and_machines_that_sleep(tmp_path: Path) -> None:
     assert sum(b.num_steps for b in found.blocks) == 2
 
 
+def test_a_job_that_is_started_again_continues_its_history(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(300 * MS)
+    run.step(300 * MS)
+    run.written.tick()
+    with (tmp_path / "history.jsonl").open("a") as stream:
+        stream.write('{"step":2,"num_st')  # killed while it wrote
+    files.write_json(tmp_path / "recording.json", {"schema_version": 1, "status": "interrupted"})
+    (tmp_path / "samples.jsonl").write_text("")
+    with pytest.raises(ValueError, match="already holds a recording"):
+        files.prepare_folder(tmp_path, force=False)
+    files.prepare_folder(tmp_path, force=False, resumes=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
+    again = Run(tmp_path)
+    again.step(300 * MS)
+    again.written.close("finished")
+    found = history.load(tmp_path)
+    assert (len(found.processes), found.num_unread) == (2, 1)
+    assert [(block.process, block.step) for block in found.blocks] == [(0, 0), (0, 1), (1, 0)]
+    files.write_json(tmp_path / "recording.json", {"schema_version": 1, "status": "finished"})
+    files.prepare_folder(tmp_path, force=True)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_losses_belong_to_their_steps(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for loss in (3.0, float("nan"), 2.0, 9.5, 1.5):

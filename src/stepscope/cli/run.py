@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="DIR", help="folder for the recording (default: runs/…)")
     add("--force", action="store_true", help="replace an existing recording")
+    add("--resume", action="store_true", help="replace it, but continue its history: a restarted job")
     add("--warmup", type=int, default=5, metavar="N", help="warm-up steps excluded from timing (default 5)")
     add("--clean", type=int, default=20, metavar="N", help="timed steps (default 20)")
     add("--trace", type=int, default=2, metavar="N", help="traced steps, 0 for none (default 2)")
@@ -182,7 +183,8 @@ class _Run:
         self.folder = (self._arguments.output or files.default_folder(program.name)).absolute()
         if rank:
             self.folder = self.folder / f"rank{rank}"
-        files.prepare_folder(self.folder, self._arguments.force, keep_ranks="RANK" in os.environ)
+        given = self._arguments
+        files.prepare_folder(self.folder, given.force, keep_ranks="RANK" in os.environ, resumes=given.resume)
         self._facts = run_facts(
             program.argv,
             self._windows,

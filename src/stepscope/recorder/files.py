@@ -87,11 +87,12 @@ def _variable(name: str, otherwise: str) -> str:
     return text if text.isdecimal() else otherwise
 
 
-def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
+def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False, resumes: bool = False) -> None:
     """Create `folder`, or empty an earlier recording if `force` is set. Raises ValueError if that is not possible.
 
-    Only a folder that holds a recording is emptied: `force` on a home directory is refused. `keep_ranks` leaves
-    other ranks' folders alone, because they are being written.
+    `resumes` empties it too, but keeps its history, which goes on. Only a folder that holds a recording is emptied:
+    `force` on a home directory is refused. `keep_ranks` leaves other ranks' folders alone, because they are being
+    written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,12 +102,14 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
         if entries:
             if not _is_recording(folder / RECORDING_FILE):
                 raise ValueError(f"{folder} is not empty and holds no recording: name another folder")
-            if not force:
+            if not (force or resumes):
                 how = "add --force (in Python, force=True) to replace it, or name another folder"
                 raise ValueError(f"{folder} already holds a recording: {how}")
             if (pid := _recorded_by(folder / RECORDING_FILE)) is not None:
                 raise ValueError(f"{folder} is being recorded by process {pid}: wait, or name another folder")
             for entry in entries:
+                if resumes and entry.name == HISTORY_FILE:
+                    continue
                 if entry.name not in OWN_NAMES and not _FOLDER.fullmatch(entry.name):
                     continue  # the user keeps own files beside the recording
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -151,7 +151,7 @@ class Lines:
         self._values = Values("ROWS_VALUES")
 
     def add(self, lines: Iterable[bytes]) -> "Lines":
-        for line in lines:
+        for line in filter(None, lines):
             try:
                 self._add(self._values.parsed(line))
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):

@@ -245,14 +245,22 @@ class History:
     def _pass_on(self) -> None:
         if self.last_step < 0:
             return
-        if self._file is None:
+        if is_new := self._file is None:
             self._file = files.LineFile(self._path)
         num_dropped = self._file.num_dropped
         if num_dropped > self._num_told:
             self.event("dropped", self.last_step, self._clocks.now_ns(), num_lines=num_dropped - self._num_told)
             self._num_told = num_dropped + 1  # this line too, if it cannot be written either
         lines, self._lines = self._lines, []
+        if is_new and _is_cut_off(self._path):
+            lines.insert(0, "")
         self._writer.append(self._file, lines)
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Return whether the history of an earlier process ends inside a line, because it was killed."""
+    with path.open("rb") as stream:
+        return bool(stream.seek(0, 2)) and stream.seek(-1, 2) >= 0 and stream.read(1) != b"\n"
 
 
 def _number(loss: float) -> float | str:
