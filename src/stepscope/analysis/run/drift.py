@@ -107,6 +107,8 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
     found = []
     earlier = run.first_step
     blocks = run.free
+    steps, values = step_series(run)
+    steps = [*steps, run.last_step + 1]
     for change, first, end in step_changes(run):
         before = [block for block in blocks if earlier <= block.step < first]
         after = [block for block in blocks if first <= block.step < end]
@@ -120,7 +122,8 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
         together = tuple(_together(run, before, arrived, change))
         if any(each.name == WORK and each.after / each.before - 1 > change.share / 2 for each in together):
             continue  # larger batches take longer
-        lost_ns = sum(max(0.0, block.median_ns - change.before) * block.num_steps for block in after)
+        cells = [(step, later, ns) for (step, later), ns in zip(pairwise(steps), values) if first <= step < end]
+        lost_ns = sum(max(0.0, ns - change.before) * (later - step) for step, later, ns in cells)
         levels = change.before, change.after
         found.append(Slowdown(change.kind, first, end - 1, end > run.last_step, *levels, lost_ns, together))
     return tuple(sorted(found, key=lambda each: -each.lost_ns))
