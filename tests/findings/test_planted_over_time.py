@@ -10,7 +10,7 @@ import gc, os, time, torch
 torch.manual_seed({seed}); torch.set_num_threads(1)
 net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.SGD(net.parameters(), 0.01)
-kept, large = [], torch.zeros(2_000_000)
+kept, large = [], torch.zeros(12_000_000)
 {before}
 for step in range({num_steps}):
     x = torch.randn(16, 32)
@@ -29,17 +29,16 @@ def found(tmp_path, also: str, num_steps: int, before: str = "", seed: int = 0):
     return {each.id: (each, each.evidence[0].rows[0]) for each in findings_over_time(case.run)}
 
 
-def test_a_save_every_50_steps_is_named_with_its_line(tmp_path):
-    also = "if step % 50 == 49: torch.save([net.state_dict(), large], 'model.pt')"
-    finding, row = found(tmp_path, also, 400)["checkpoint_cost"]
-    assert row["times"] == 8 and row["every_steps"] == pytest.approx(50, rel=0.05)
-    assert row["step"] == pytest.approx(50, abs=20) and "train.py:15" in finding.sentence
-
-
-def test_pauses_of_the_garbage_collector(tmp_path):
+def test_saves_and_pauses_of_the_garbage_collector_are_named(tmp_path):
     before = "class Node:\n    def __init__(self): self.me = self\nkept = [Node() for _ in range(20_000)]"
-    _, row = found(tmp_path, "if step >= 100 and step % 20 == 0: gc.collect()", 400, before)["stalls"]
-    assert row["what"] == "garbage_collection" and row["step"] == pytest.approx(100, abs=20)
+    also = "if step % 50 == 49: torch.save([net.state_dict(), large], 'model.pt')"
+    also += "\n    if step >= 200 and step % 20 == 0: gc.collect()"
+    findings = found(tmp_path, also, 401, before)
+    finding, row = findings["checkpoint_cost"]
+    assert row["times"] == 8 and row["every_steps"] == pytest.approx(50, rel=0.05)
+    assert row["step"] == pytest.approx(50, abs=20) and "train.py:" in finding.sentence
+    _, row = findings["stalls"]
+    assert row["what"] == "garbage_collection" and row["step"] == pytest.approx(200, abs=20)
     assert row["every_steps"] == pytest.approx(20, rel=0.05)
 
 
