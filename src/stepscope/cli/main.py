@@ -2,7 +2,6 @@
 """The `stepscope` command: finds the verb, runs it, turns a user's mistake into one line."""
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -139,6 +138,8 @@ def _find(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    import difflib
+
     near = difflib.get_close_matches(word, list(known), 1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

@@ -1,7 +1,6 @@
 """What verbs print: answers as text or JSON, one line if a stream is closed, and the progress of long work."""
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -34,6 +33,8 @@ def print_result(
     `to_text` receives whether to use color and how wide the terminal is.
     """
     if as_json:
+        import json
+
         write([json.dumps(to_json(), allow_nan=False), "\n"], stream)
         return
     color, width, _ = screen(stream)
