@@ -10,8 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,12 +24,15 @@ from sweep_runs import ODD, rows_in
 
 from stepscope import bench
 from stepscope.analysis.comparison.sweeps import sweep_of
+from stepscope.api.verification import _need_like_devices
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.rows import is_tried_again
 from stepscope.sweep.engines import start
 from stepscope.sweep.engines.engine import DONE, LOST, QUEUED, Engine, SchedulerDown, State
 from stepscope.sweep.engines.settings import settings_of
 from stepscope.sweep.engines.work import _servers, neighbors, work
+from stepscope.sweep.protocol import EXIT_CANNOT_WRITE, Ending
+from stepscope.sweep.tuning.trials import Trials
 from stepscope.version import __version__
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="points fork")
@@ -55,6 +61,9 @@ class Processes(Engine):
             order = {**order, "version": "0.0.1"}
         if fault == "lost":
             return fault
+        if fault == "full":  # a point's process that could neither write its result nor its log
+            ending = Ending(exit_code=EXIT_CANNOT_WRITE, timed_out=False, memory_kill=False, seconds=1.0)
+            return {"id": order["id"], "node": "seven", "num_neighbors": 0, "ending": asdict(ending), "log": b""}
         with ONE:
             return work(order)  # in this process: a node has imported torch before
 
@@ -144,6 +153,34 @@ def test_the_answer_of_another_job_is_not_taken(engine, tmp_path):
     assert (row["status"], row["attempts"], len(engine.orders)) == ("ok", 2, 2)
 
 
+def test_a_node_whose_disk_is_full_says_nothing_about_the_point(engine, tmp_path):
+    engine.faults[:] = ["full", None, *["full"] * 3]
+
+    run(tmp_path / "one", width=[4])
+    run(tmp_path / "all", width=[4])
+
+    assert [(row["status"], row["attempts"]) for row in rows_in(tmp_path / "one")] == [("ok", 2)]
+    (row,) = rows_in(tmp_path / "all")
+    assert row["status"] == "lost" and row["reason"] == "a point could not write on seven. Is its disk full?"
+
+
+def test_runs_that_are_compared_are_on_like_devices():
+    results = SimpleNamespace(facts={"environments": {"a": {"device_name": "one"}}})
+    trials = SimpleNamespace(_results=results, rows={"first": {"environment_hash": "a"}})
+    for name, status in (("one", "ok"), ("another", "skipped")):
+        row = {"status": "ok", "environment": {"device_name": name}}
+        Trials._need_like_device(trials, row)
+        assert row["status"] == status
+
+    attempts = [
+        SimpleNamespace(recording=SimpleNamespace(facts={"environment": {"device_name": name}}))
+        for name in ("a", "b")
+    ]
+    _need_like_devices(attempts[:1])
+    with pytest.raises(StepscopeError, match="Runs on a and b cannot be compared"):
+        _need_like_devices(attempts)
+
+
 def test_a_node_with_another_version_is_refused(engine, tmp_path):
     engine.faults[:] = ["version"] * 2
 
@@ -194,7 +231,8 @@ def test_points_on_unlike_devices_are_not_ranked_together(engine, tmp_path):
     assert not any(point.is_best for point in sweep.points) and not any(point.speedup for point in sweep.points)
 
 
-def test_neighbors_are_counted_from_both_sides():
+def test_neighbors_are_counted_from_both_sides(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests have points on this machine too
     with neighbors() as first:
         with neighbors() as second:
             pass
