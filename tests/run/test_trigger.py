@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import stepscope
-from stepscope.api import triggering
+from stepscope.api import trigger_request
 from stepscope.errors import RecordingError, UsageError
 from stepscope.recorder.history import control, requests
 from stepscope.recorder.history.conditions import State, Watch, parse
@@ -34,7 +34,7 @@ FEWEST = {"trace": 1, "clean": 2}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "POLL_NS", 20_000_000)
-    monkeypatch.setattr(triggering, "MARGIN_SECONDS", 0.3)
+    monkeypatch.setattr(trigger_request, "MARGIN_SECONDS", 0.3)
 
 
 class Job:
@@ -257,7 +257,7 @@ def test_a_rank_that_died_is_left_out_and_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_before_its_window_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triggering, "MARGIN_SECONDS", 1000.0)
+    monkeypatch.setattr(trigger_request, "MARGIN_SECONDS", 1000.0)
     run, found = tmp_path / "run", list[Exception]()
 
     def ask() -> None:
@@ -327,7 +327,7 @@ if __name__ == "__main__":
 
 
 def test_two_ranks_begin_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triggering, "MARGIN_SECONDS", 3.0)
+    monkeypatch.setattr(trigger_request, "MARGIN_SECONDS", 3.0)
     run = tmp_path / "run"
     (tmp_path / "train.py").write_text(RANKS)
     options = ["--warmup", "2", "--clean", "2", "--trace", "0", "--no-memory", "--quiet"]
