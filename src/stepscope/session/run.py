@@ -98,6 +98,8 @@ class _Position:
             between = block.wall_ns - own_ns(block.wall_ns, block.host_ns)
             # If most steps do something else between them, the median contains it.
             is_usual = sum(block.num_times.values()) > block.num_steps / 2
+            middle = block.median_ns - (between / block.num_steps if is_usual else 0)
+            middle = block.wall_ns - between if block.num_steps == 1 else middle
             found.append(
                 TimeBlock(
                     step=self.step(block),
@@ -106,7 +108,7 @@ class _Position:
                     start_ns=start_ns,
                     end_ns=max(start_ns + block.wall_ns, self.ns(block.process, block.end_ns - 1) + 1),
                     wall_ns=block.wall_ns,
-                    median_ns=max(1.0, block.median_ns - (between / block.num_steps if is_usual else 0)),
+                    median_ns=max(1.0, middle),
                     max_ns=block.max_ns,
                     max_step=self._first_steps[block.process] + block.max_step,
                     host_ns=block.host_ns,

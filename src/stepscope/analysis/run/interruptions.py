@@ -1,6 +1,6 @@
 """What interrupts training: checkpoints, evaluations, garbage collections, and steps that hang."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from stepscope.analysis.run.series import Run, TimeBlock
@@ -79,14 +79,10 @@ def stalls(run: Run) -> tuple[Stall, ...]:
     known = sorted(found)
     for block in run.free:
         excess, why = _excess(block)
-        is_noted = any(block.step <= step < block.step + block.num_steps for step in _near(known, block))
+        is_noted = bisect_left(known, block.step) < bisect_left(known, block.step + block.num_steps)
         if excess >= max(LEAST_STALL_NS, LEAST_STALL_STEPS * block.median_ns) and not is_noted:
             found[block.max_step] = Stall(block.max_step, round(excess), why)
     return tuple(found[step] for step in sorted(found))
-
-
-def _near(steps: Sequence[int], block: TimeBlock) -> Sequence[int]:
-    return [step for step in steps if abs(step - block.step) <= block.num_steps]
 
 
 def _excess(block: TimeBlock) -> tuple[float, str]:
