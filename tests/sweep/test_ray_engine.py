@@ -116,7 +116,7 @@ def test_no_row_is_lost_or_doubled_by_kills_of_workers_nodes_and_drivers(cluster
     plan = ["worker"] * 7 + ["point"] * 4 + ["node"] * 5 + ["driver"] * 4
     dice.shuffle(plan)
     for number, kind in enumerate(plan):
-        while num_rows(there) < number * (NUM_POINTS // NUM_KILLS):
+        while num_rows(there) < number * (NUM_POINTS // (NUM_KILLS + 2)):  # the last before the sweep's end
             assert running.poll() is None, (there / "driver.txt").read_text()[-3000:]
             time.sleep(0.05)
         time.sleep(dice.random() / 2)
@@ -129,6 +129,7 @@ def test_no_row_is_lost_or_doubled_by_kills_of_workers_nodes_and_drivers(cluster
             add_node(cluster)
         else:
             while not _killed(dice, busy(cluster)[kind == "point"]):
+                assert running.poll() is None, (there / "driver.txt").read_text()[-3000:]
                 time.sleep(0.02)
         kills[kind] += 1
     assert running.wait() == 0, (there / "driver.txt").read_text()[-3000:]
