@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.cli.support import output
+from stepscope.document.card import Card
 from stepscope.document.sections.ranks import parts
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.recorder.files import default_folder
@@ -152,6 +153,14 @@ def test_all_hosts_of_a_job_give_its_folder_the_same_name(monkeypatch):
     assert default_folder("train") == Path("runs/train-slurm4711.2")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert default_folder("train") == Path("runs/train-slurm4711.2-restart1")
+
+
+def test_the_steps_of_one_rank_are_in_memory_at_a_time(hosts, tmp_path):
+    gather(hosts, tmp_path / "job")
+    session = open_session(tmp_path / "job")
+    Card.of(session), parts(session)
+
+    assert not [rank for rank, each in session.rank_recordings.items() if "recording" in vars(each)]
 
 
 def test_only_some_ranks_trace(tmp_path, monkeypatch):

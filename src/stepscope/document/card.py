@@ -167,8 +167,12 @@ def _status(recording: Recording) -> str:
 
 def _of_all_ranks(summary: Summary, processes: Processes) -> Summary:
     """Return a rank's summary with the throughput of all recorded ranks together, and their time per step."""
-    all_of_them = [session.summary for session in processes.ranks.values()]
-    works = [each.throughput for each in all_of_them if each.throughput is not None]
+    works = []
+    for session in processes.ranks.values():
+        if (work := session.summary.throughput) is not None:
+            works.append(work)
+        if session.summary is not summary:
+            session.release()
     if summary.throughput is None or summary.loop is None or len(works) < 2:
         return summary
     per_step, per_s = sum(work.per_step for work in works), sum(work.per_s for work in works)

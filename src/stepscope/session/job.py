@@ -31,6 +31,7 @@ def processes_of(session: Session) -> Processes:
     for rank, each in session.rank_recordings.items():
         ranks.setdefault(rank, each)
         environments.append(_environment(each))
+        each.release()
     world_size = max(_number(environment.get("world_size"), 1) for environment in environments)
     others = [
         Session([folder], Kind.RECORDING, None, session.use_cache)

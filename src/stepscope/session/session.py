@@ -109,6 +109,10 @@ class Session:
             raise self._lacks("recording", "record one with `stepscope run train.py`")
         return read_recording(self.path)
 
+    def release(self) -> None:
+        """Forget the steps of a recording; they are read again if asked for. For one rank of many."""
+        vars(self).pop("recording", None)
+
     @cached_property
     def summary(self) -> Summary:
         """The figures of a recording: step time, phases, throughput, MFU."""

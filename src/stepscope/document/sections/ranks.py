@@ -56,7 +56,10 @@ def _recordings(session: Session) -> Iterator[Part]:
     if not session.is_recording or not (ranks := session.rank_recordings):
         return
     first = mapping(session.recording.facts.get("environment")).get("rank")
-    rows = [_recorded(rank, each) for rank, each in [(plain(first), session), *ranks.items()]]
+    rows = [_recorded(plain(first), session)]
+    for rank, each in ranks.items():
+        rows.append(_recorded(rank, each))
+        each.release()
     yield from _job_clocks(session)
     note = "step: the median; low and high: its 95 % interval"
     yield Table("rank_steps", "clean steps of each rank", columns_of(rows, " ".join(rows[0])), note=note)
