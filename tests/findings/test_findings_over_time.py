@@ -81,6 +81,11 @@ def test_a_leak_with_its_rate_and_when_memory_runs_out(tmp_path):
     assert f"step {NUM - 1 + round(row['steps_left']):,}" in finding.sentence
 
 
+def test_the_time_until_memory_runs_out_is_without_the_start_up(tmp_path):
+    finding, row = found(tmp_path, leak_bytes=MIB, total_bytes=16 << 30, startup_ns=600_000_000_000)["memory_creep"]
+    assert f"in {row['steps_left'] * 0.1 / 60:.3g} min" in finding.sentence  # of 0.1 s per step
+
+
 def test_host_memory_leaks_too(tmp_path):
     assert found(tmp_path, leak_bytes=MIB // 4)["memory_creep"][1]["memory"] == "resident_bytes"
 
@@ -160,14 +165,28 @@ def test_goodput_of_a_job_counts_the_steps_that_were_repeated(tmp_path):
 def test_a_week_is_diagnosed_in_bounded_memory(tmp_path):
     folder = write_history(tmp_path, a_week(slower=lambda step: 1.3 if step >= 4_000_000 else 1.0))
     code = (
-        "import resource, sys; from pathlib import Path; from stepscope.session.history import load;"
+        "import re, sys; from pathlib import Path; from stepscope.session.history import load;"
         "from stepscope.session.run import run_of; from stepscope.findings.over_time import findings_over_time;"
         "found = findings_over_time(run_of(None, load(Path(sys.argv[1]))));"
-        "print(found[0].evidence[0].rows[0]['step'], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)"
+        "peak = int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) >> 10;"
+        "print(found[0].evidence[0].rows[0]['step'], peak)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True)
     step, mebibytes = map(int, done.stdout.split())
     assert step == pytest.approx(4_000_000, rel=0.01) and mebibytes < 200
+
+
+def test_the_first_slower_step_is_exact_if_waits_for_a_core_are_known(tmp_path):
+    """They are left out of the mean of many steps; the step that is named is not the first of these."""
+    slower = Run(num_steps=NUM, step_ns=300_000_000, slower=lambda step: 1.4 if step >= 1217 else 1.0)
+    folder = write_history(tmp_path, slower)
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    lines = [line | {"core_wait_share": 0.02} for line in lines]
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = min(line["step"] for line in lines if line.get("step", 0) >= 1217 and "num_steps" in line)
+    (finding,) = findings_over_time(run_of(None, load(folder)))
+    assert finding.evidence[0].rows[0]["step"] == first
+    assert finding.saving_ns == pytest.approx((NUM - 1217) / NUM * 0.4 * 0.95 * 0.98 * 300_000_000, rel=0.05)
 
 
 def test_waiting_for_a_core_is_no_drift(tmp_path):

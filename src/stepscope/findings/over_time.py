@@ -104,7 +104,8 @@ def memory_creep(run: Run) -> list[Finding]:
 
 
 def _creeping(run: Run, creep: Creep) -> Finding:
-    step_ns = run.end_ns / max(1, run.num_steps)
+    begin_ns = run.blocks[0].start_ns if run.blocks else 0  # the time before the first step is not repeated
+    step_ns = (run.end_ns - begin_ns) / max(1, run.num_steps)
     out = ""
     if creep.steps_left is not None and creep.free_bytes is not None:
         left_ns = creep.steps_left * step_ns

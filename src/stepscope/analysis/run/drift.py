@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 
-from stepscope.analysis.run.change_points import DRIFT, Change, changes
+from stepscope.analysis.run.change_points import DRIFT, STEP, Change, changes
 from stepscope.analysis.run.series import Run, TimeBlock, Track, own_ns
 from stepscope.analysis.time.loop_time import BETWEEN, DATA
 
@@ -14,6 +14,7 @@ WORK = "work per step"
 _LEAST_PART = 0.25  # of the change; smaller parts are not its reason
 _NEAR = 0.02  # of the run's steps
 _CELLS = 60
+_SIDES = (-3, -1), (-1, 1), (1, 3)  # cells before a change, around it, and after it
 _CLOCK_DROP, _MORE_MEMORY, _MORE_COLLECTIONS = 0.03, 0.1, 0.5
 
 
@@ -53,7 +54,23 @@ def step_changes(run: Run) -> list[tuple[Change, int, int]]:
     steps, values = step_series(run)
     ends = [*steps, run.last_step + 1]
     found = changes(values, is_one_sided="core_wait_share" not in run.tracks)
-    return [(change, ends[change.index], ends[change.end]) for change in found]
+    firsts = {each.index: _first_step(run.free, ends, each.index) for each in found if each.kind == STEP}
+    return [(each, firsts.get(each.index, ends[each.index]), firsts.get(each.end, ends[each.end])) for each in found]
+
+
+def _first_step(blocks: Sequence[TimeBlock], ends: Sequence[int], index: int) -> int:
+    """Return the first step of a new level that begins in a cell or next to it: the block that splits them best."""
+    sides = [(ends[max(0, index + low)], ends[min(len(ends) - 1, index + high)]) for low, high in _SIDES]
+    before, within, after = ([block for block in blocks if low <= block.step < high] for low, high in sides)
+    if not (before and within and after):
+        return ends[index]
+    old, new = (median(block.median_ns for block in side) for side in (before, after))
+    middle, sign = (old + new) / 2, 1 if new > old else -1
+    # Each block on the wrong side of the split counts against it.
+    costs = [sign if block.median_ns > middle else -sign for block in within]
+    sums = [0, *accumulate(costs)]
+    cut = min(range(len(sums)), key=sums.__getitem__)
+    return within[cut].step if cut < len(within) else ends[index + 1]
 
 
 def step_series(run: Run) -> tuple[list[int], list[float]]:
@@ -122,8 +139,8 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
         together = tuple(_together(run, before, arrived, change))
         if any(each.name == WORK and each.after / each.before - 1 > change.share / 2 for each in together):
             continue  # larger batches take longer
-        cells = [(step, later, ns) for (step, later), ns in zip(pairwise(steps), values) if first <= step < end]
-        lost_ns = sum(max(0.0, ns - change.before) * (later - step) for step, later, ns in cells)
+        cells = list(zip(pairwise(steps), values))[change.index : change.end]
+        lost_ns = sum(max(0.0, ns - change.before) * (later - step) for (step, later), ns in cells)
         levels = change.before, change.after
         found.append(Slowdown(change.kind, first, end - 1, end > run.last_step, *levels, lost_ns, together))
     return tuple(sorted(found, key=lambda each: -each.lost_ns))
