@@ -244,3 +244,18 @@ def test_a_dead_process_is_the_end(tmp_path):
 
     assert (found.state, found.is_over) == ("died", True)
     assert verdict_of(found) == "The run died after 2 min and 1,000 steps: its process is gone."
+
+
+def test_blocks_that_are_not_in_order(tmp_path):
+    path = made(tmp_path) / "history.jsonl"
+    first, *lines = path.read_text().splitlines()
+    early = json.dumps(json.loads(lines[20]) | {"start_ns": 5})
+    path.write_text("\n".join([first, *lines[:20], early, *lines[:20:-1]]) + "\n")
+    assert any(status(tmp_path).series["step_ns"])
+
+
+def test_without_the_first_line_the_run_begins_with_its_first_step(tmp_path):
+    path = made(tmp_path) / "history.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    found = status(tmp_path)
+    assert found.elapsed_s == pytest.approx(100.0) and found.goodput == pytest.approx(0.95)

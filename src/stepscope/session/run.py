@@ -39,7 +39,8 @@ def read_history(folder: Path) -> History | None:
 def run_of(recording: Recording | None, history: History | None) -> Run:
     """Return the whole run of a recording, of a history that still grows, or of both."""
     samples = recording.samples if recording is not None else ()
-    position = _Position(history, samples[0].start_ns if samples else 0)
+    firsts = samples or (history.blocks if history is not None else ())
+    position = _Position(history, firsts[0].start_ns if firsts else 0)
     blocks = position.blocks(history.blocks) if history is not None else []
     tracks = {name: track for name, track in position.tracks(history) if track.values} if history is not None else {}
     last = blocks[-1].step + blocks[-1].num_steps if blocks else 0

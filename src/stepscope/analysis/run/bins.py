@@ -19,8 +19,9 @@ def over_time(
     """
     if not blocks:
         return []
-    begin_ns = blocks[0].start_ns
-    width_ns = max(1.0, (blocks[-1].end_ns - begin_ns) / num)
+    # Damaged files have blocks that are not in order.
+    begin_ns = min(block.start_ns for block in blocks)
+    width_ns = max(1.0, (max(block.end_ns for block in blocks) - begin_ns) / num)
     groups: list[list[TimeBlock]] = [[] for _ in range(num)]
     around: list[TimeBlock | None] = [None] * num
     for block in blocks:
