@@ -29,7 +29,8 @@ def test_a_part_that_is_missing_is_named_with_the_version(monkeypatch, capsys):
 @pytest.mark.parametrize("module", ["torch.testing._internal.distributed.fake_pg"])
 def test_a_module_that_is_missing_is_named_with_the_version(monkeypatch, capsys, module):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "stepscope.planner.emulation.fsdp", raising=False)
+    for name in ("fsdp", "ranks"):
+        monkeypatch.delitem(sys.modules, f"stepscope.planner.emulation.{name}", raising=False)
 
     assert f"torch {torch.__version__} lacks a part that plans use" in said(capsys, "--fsdp", "2")
 

@@ -83,7 +83,7 @@ def _record(folder: Path, loop: Callable[[], Callable[[], None]], num_times: int
         for _ in range(num_times // 3):
             step()
         session.catch_up()
-        session._samples._flush()  # lines of the last quarter of a second
+        session._samples.flush()  # lines of the last quarter of a second
         gc.collect()
         blocks.append(sys.getallocatedblocks())
     session.close("finished")

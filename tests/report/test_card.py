@@ -290,7 +290,7 @@ def test_a_run_that_was_cut_off_early_still_has_a_card(num_steps):
         ({"steps": {"source": "step()", "num_sources": 1}}, "the script calls stepscope.step()"),
         ({"steps": {"source": "forward", "num_sources": 1}}, "no optimizer stepped"),
         ({"steps": {"source": "optimizer", "num_sources": 2}}, "(2 optimizers)"),
-        ({"steps": {"source": "optimizer", "num_lines_dropped": 1234}}, "1,234 sample lines"),
+        ({"steps": {"source": "optimizer", "num_lines_dropped": 1234}}, "1,234 lines are not in samples.jsonl"),
         ({"environment": {"device_name": "NVIDIA H200", "torch": "2", "rank": 3, "world_size": 8}}, "rank 3 of 8"),
         ({"environment": {"device_name": "NVIDIA H2000", "torch": "2"}}, "no fp32 peak known for 'NVIDIA H2000'"),
         ({"trace": {"trimmed": "cut to its first step", "file": "trace/rank0.json.gz"}}, "cut to its first step"),

@@ -37,7 +37,7 @@ class Machine:
     now_s: float = 0.0
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
-    def run_again(self, command, output, options, fix, rehearses, num_traced=0):
+    def run_again(self, command, output, options, fix, rehearses, num_traced=0, engine=None):
         is_look = fix is not None and fix.startswith("?")
         text = "" if fix is None or is_look else fix
         if len(self.runs) == self.killed_at:

@@ -10,6 +10,7 @@ from pathlib import Path
 from stepscope.errors import TraceError, Unavailable, UsageError
 from stepscope.trace.cache import open_trace
 from stepscope.trace.compile_file import COMPILE_FILE, compile_file_of_trace
+from stepscope.trace.dumps.rank_states import HANG_FILE
 from stepscope.trace.execution_trace import process_of, with_inputs
 from stepscope.trace.kind import BEGINNING, SQLITE, Kind, beginning_of, follow_link, is_sqlite, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE
@@ -18,7 +19,7 @@ from stepscope.trace.source import Document, Source
 from stepscope.trace.tables import Trace, facts_of
 
 TRACE_FOLDER = "trace"
-NOT_TRACES = (RECORDING_FILE, COMPILE_FILE, MEMORY_FILE)
+NOT_TRACES = (RECORDING_FILE, COMPILE_FILE, MEMORY_FILE, HANG_FILE)
 ENDINGS = (".json", ".json.gz", ".sqlite")
 
 # The number in `host_1234.1694….pt.trace.json`, the profiler's own name for a file, is a process: it is no rank.

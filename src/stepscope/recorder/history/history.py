@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ class _Block:
         self.step, self.window, self.start_ns = step, window, start_ns
         self.end_ns = start_ns
         self.num_steps = self.wall_ns = self.max_ns = self.max_step = 0
-        self.times: list[int] = []
+        self.times = array("q")
         self.stride = 1
         self.host_ns: dict[str, int] = {}
         self.num_times: dict[str, int] = {}
