@@ -4,12 +4,14 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from history_maker import MIB, Run, a_week, write_history
 from noisy_machine import noisy_factors
 from stepscope.analysis.run.goodput import goodput, job_goodput
+from stepscope.analysis.run.interruptions import interruption
 from stepscope.findings.over_time import findings_over_time
 from stepscope.session.history import load
 from stepscope.session.run import run_of
@@ -100,6 +102,18 @@ def test_checkpoints_and_evaluations_with_their_first_step_and_interval(tmp_path
         assert row["times"] == num and row["every_steps"] == pytest.approx(every, rel=0.05)
         assert row["step"] == pytest.approx(every, abs=10) and place in finding.sentence
     assert findings.keys() == {"checkpoint_cost", "evaluation_cost"}
+
+
+def test_what_follows_the_last_step_is_one_more(tmp_path):
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM, save_every=900, save_ns=600_000_000))))
+    last_ns = 5_000_000_000
+    whole = replace(run, end_ns=run.end_ns + last_ns, tail_ns={"checkpoint": last_ns}, tail_times={"checkpoint": 1})
+    before, after = interruption(run, "checkpoint"), interruption(whole, "checkpoint")
+    assert (after.num, after.total_ns) == (before.num + 1, before.total_ns + last_ns)
+    assert after.last_step == NUM and after.step == before.step
+    assert after.share == after.total_ns / whole.end_ns
+    only = interruption(replace(whole, blocks=[each._replace(host_ns={}) for each in run.blocks]), "checkpoint")
+    assert (only.num, only.step, only.every) == (1, NUM, None)
 
 
 def test_a_loss_that_is_not_a_number(tmp_path):

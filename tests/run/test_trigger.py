@@ -202,7 +202,7 @@ def test_when_conditions_are_true() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "step_time", "loss > 3", "step_time > 0x", "every 2x", "memory > 3s", "every h"]
+    "text", ["", "step_time", "loss > 3", "step_time > 0x", "every 2x", "memory > 3s", "memory > 900%", "every h"]
 )
 def test_conditions_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read the condition"):

@@ -51,7 +51,13 @@ def run_of(recording: Recording | None, history: History | None) -> Run:
     happenings = (
         sorted(position.happenings(history.events), key=lambda each: each.start_ns) if history is not None else []
     )
+    tail = recording.tail if recording is not None else None
     ends = [block.end_ns for block in blocks[-1:]] + [each.start_ns + each.ns for each in happenings]
+    ends += (
+        [tail.start_ns + tail.wall_ns - position.origin_ns]
+        if tail is not None and len(position.processes) < 2
+        else []
+    )
     return Run(
         blocks,
         began=position.began,
@@ -60,6 +66,8 @@ def run_of(recording: Recording | None, history: History | None) -> Run:
         happenings=happenings,
         places={kind: tuple(sorted(places, key=lambda place: -places[place]))
                 for kind, places in (facts.get("between") or {}).items()},
+        tail_ns={} if tail is None else tail.host_ns,
+        tail_times={} if tail is None else tail.num_times,
     )  # fmt: skip
 
 

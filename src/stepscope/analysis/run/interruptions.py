@@ -19,7 +19,7 @@ class Interruption:
     kind: str  # as recorded: `checkpoint`, `evaluation`, `garbage_collection`
     num: int
     total_ns: int
-    share: float  # of the wall-clock time of the run's steps
+    share: float  # of the time since the run began
     step: int  # the first
     last_step: int
     longest_ns: int | None  # None if none was long enough to be noted by itself
@@ -44,20 +44,21 @@ class Stall:
 def interruption(run: Run, kind: str) -> Interruption | None:
     """Return what one kind of work between steps took; None if the run has none."""
     blocks = [block for block in run.blocks if block.host_ns.get(kind) and not block.num_compiles]
-    total_ns = sum(block.host_ns[kind] for block in blocks)
+    tail_ns, num_last = run.tail_ns.get(kind, 0), run.tail_times.get(kind, 0)
+    total_ns = sum(block.host_ns[kind] for block in blocks) + tail_ns
     if not total_ns:
         return None
-    num = max(1, sum(block.num_times.get(kind, 0) for block in blocks))
+    num = max(1, sum(block.num_times.get(kind, 0) for block in blocks) + num_last)
     noted = [each for each in run.happenings if each.kind == kind]
     longest = max(noted, key=lambda each: each.ns, default=None)
-    wall_ns = sum(block.wall_ns for block in run.blocks)
+    last = run.last_step + 1
     return Interruption(
         kind=kind,
         num=num,
         total_ns=total_ns,
-        share=total_ns / wall_ns,
-        step=_in_block(blocks[0], kind),
-        last_step=_in_block(blocks[-1], kind),
+        share=total_ns / max(run.end_ns, total_ns),
+        step=_in_block(blocks[0], kind) if blocks else last,
+        last_step=last if num_last else _in_block(blocks[-1], kind),
         longest_ns=None if longest is None else longest.ns,
         longest_step=None if longest is None else longest.step,
         places=tuple(run.places.get(kind, ())) or tuple(dict.fromkeys(each.place for each in noted if each.place)),

@@ -70,9 +70,11 @@ class Run:
     """By name: `loss`, `allocated_bytes`, `reserved_bytes`, `resident_bytes`, `total_bytes`, `num_collections`,
     `sm_clock_mhz`, `power_watts`, `gpu_busy_share`, `num_gpu_processes`, `energy_joules` …"""
     happenings: Sequence[Happening] = ()
-    places: Mapping[str, Sequence[str]] = field(
-        default_factory=dict
-    )  # lines that do what lies between steps, by kind
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Lines that do what lies between steps, by kind."""
+    tail_ns: Mapping[str, int] = field(default_factory=dict)
+    """What the loop did after its last step, by kind, such as a last checkpoint."""
+    tail_times: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:

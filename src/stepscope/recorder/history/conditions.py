@@ -37,12 +37,16 @@ def parse(text: str) -> Condition:
     """
     match = _TEXT.fullmatch(text)
     what = (match[1] or match[2]) if match else ""
-    if match is None or match[4] not in _ALLOWED[what] or not float(match[3]):
+    if match is None or match[4] not in _ALLOWED[what] or not float(match[3]) or _is_never(match[3], match[4]):
         raise ValueError(
             f"cannot read the condition {text!r}: use 'step_time > 1.5x', 'step_time > 2s', 'memory > 90%', "
             "'memory > 60GiB', 'every 2h' or 'every 500 steps'"
         )
     return Condition(" ".join(text.split()), what, round(float(match[3]) * _UNITS[match[4]], 9), match[4])
+
+
+def _is_never(number: str, unit: str) -> bool:
+    return unit == "%" and float(number) >= 100
 
 
 @dataclass(frozen=True)
