@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _print(run: "WatchedRun", arguments: argparse.Namespace) -> int:
-    """Print a run once, or line by line until it ends or nobody reads any more."""
+    """Print a run once, or line by line until it ends or nobody is reading."""
     from stepscope.document.run_status import line_of
 
     known: set[tuple[str, str]] = set()
@@ -94,7 +94,7 @@ def _print(run: "WatchedRun", arguments: argparse.Namespace) -> int:
 
 
 def _draw(run: "WatchedRun", every_s: float) -> int:
-    """Draw a run until it ends or somebody presses q; what was last on the screen stays on the terminal."""
+    """Draw a run until it ends or the user presses q. The last screen stays on the terminal."""
     from stepscope.cli.support.screen import Screen
 
     with Screen() as screen:

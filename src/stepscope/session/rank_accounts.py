@@ -49,7 +49,7 @@ class RankAccounts(Sequence["RankAccount"]):
     def _store(self, account: RankAccount) -> None:
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="stepscope-")  # noqa: SIM115
+                self._file = tempfile.TemporaryFile(prefix="stepscope-")  # noqa: SIM115  (it lives as long as this object)
                 weakref.finalize(self, self._file.close)
             self._places[account.rank] = self._file.seek(0, 2)
             pickle.dump(account, self._file, pickle.HIGHEST_PROTOCOL)

@@ -93,9 +93,9 @@ def begin(request: Request, parent_id: int) -> None:
         os.close(source)
     _close_inherited()
     # Python's own streams may have been closed or replaced in the parent process.
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  (open until the process ends)
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115  (open until the process ends)
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115  (open until the process ends)
     faulthandler.enable(sys.stderr)
     with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel kills the point, not the sweep
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

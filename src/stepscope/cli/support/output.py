@@ -73,7 +73,7 @@ def print_answer(result: Any, as_json: bool, *options: Any, is_wide: bool = Fals
 
 
 def write(parts: Iterable[str], stream: TextIO | None = None) -> bool:
-    """Write to `stream` (default: standard output), and return whether somebody still reads it.
+    """Write to `stream` (default: standard output), and return whether it is still being read.
 
     Bars become ASCII where the encoding lacks them, other characters `?`. A closed pipe is not an error;
     StepscopeError if writing fails for another reason.

@@ -81,7 +81,7 @@ def read_requests(run: Path) -> list[Request | Standing]:
     """Return the requests in a run's folder, in order; without those that cannot be read."""
     found: list[Request | Standing] = []
     try:
-        names = sorted(os.listdir(run / CONTROL_FOLDER))  # noqa: PTH208
+        names = sorted(os.listdir(run / CONTROL_FOLDER))  # noqa: PTH208  (names only, of a folder that others write)
     except OSError:
         return []
     for name in names:

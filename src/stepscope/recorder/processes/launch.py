@@ -159,7 +159,7 @@ _hidden: dict[str, types.ModuleType] = {}  # modules of Python that the script's
 def _give_way(folder: str) -> None:
     """Forget modules of Python that modules beside the script hide: it imports its own, as it does alone."""
     try:
-        beside = {name.partition(".")[0] for name in os.listdir(folder)}  # noqa: PTH208
+        beside = {name.partition(".")[0] for name in os.listdir(folder)}  # noqa: PTH208  (names only)
     except OSError:
         return  # a zip file
     path = sys.path
