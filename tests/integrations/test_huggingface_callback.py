@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_callback import PrinterCallback
 
 import stepscope
@@ -293,6 +294,14 @@ def test_a_folder_that_cannot_be_written_does_not_stop_training(tmp_path, told):
     assert "cannot write to" in told[0]
 
 
+@pytest.fixture
+def deepspeed_forgotten():
+    """Transformers keeps the last configuration for the process: models of later tests would ask it."""
+    yield
+    unset_hf_deepspeed_config()
+
+
+@pytest.mark.usefixtures("deepspeed_forgotten")
 def test_a_deepspeed_configuration_without_deepspeed_fails_in_the_words_of_the_framework(tmp_path):
     def error(*callbacks) -> str:
         with pytest.raises(ImportError) as info:
