@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stepscope.errors import UsageError
 
@@ -20,8 +20,18 @@ if TYPE_CHECKING:
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
     from stepscope.session import Session
+    from stepscope.session.rank_accounts import Spread
 
 PathLike = str | os.PathLike[str]
+
+
+def spread_over(on: str, engine: Mapping[str, Any] | None, say: Callable[[str], None] | None = None) -> Spread | None:
+    """Return what computes accounts on a cluster's nodes; None for this machine."""
+    if on == "local":
+        return None
+    from stepscope.sweep.engines.start import spread_over as over
+
+    return over(on, engine, say)
 
 
 def read(path: PathLike | None = None, *, price_per_hour: float | None = None) -> Card:
@@ -44,18 +54,21 @@ def analyze(
     rank: int | None = None,
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
+    on: str = "local",
+    engine: Mapping[str, Any] | None = None,
 ) -> Analysis:
     """Return where the time in a trace goes, rank by rank, like `stepscope analyze`.
 
     Paths are trace files of one run, a folder of ranks, or a recording; without one, the latest run. `step` limits it
     to one step, `rank` to one rank. `progress` receives the share that has been read. Neither torch nor a GPU is
-    needed.
+    needed. `on="ray"` reads the ranks on the nodes of a Ray cluster, with the settings in `engine` (docs/scale.md).
 
     >>> analyze("trace.json.gz").ranks[0].gpu_time  # doctest: +SKIP
     """
     from stepscope.session import open_session
 
-    return open_session(paths or None, rank=rank, use_cache=use_cache, progress=progress).analyze(step)
+    spread = spread_over(on, engine)
+    return open_session(paths or None, rank=rank, use_cache=use_cache, progress=progress, spread=spread).analyze(step)
 
 
 def hang(folder: PathLike) -> Hang:
@@ -79,16 +92,20 @@ def diagnose(
     ignore: Collection[str] = (),
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
+    on: str = "local",
+    engine: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Return what is wrong with the steps of a recording or a trace; `.findings` has the largest savings first.
 
-    `ignore` names rules to skip.
+    `ignore` names rules to skip. `on="ray"` reads the ranks of a folder on the nodes of a Ray cluster, with the
+    settings in `engine` (docs/scale.md).
 
     >>> [(finding.id, finding.saving_ns) for finding in diagnose("trace.json.gz").findings]  # doctest: +SKIP
     """
     from stepscope.session import open_session
 
-    case = open_session(path, rank=rank, use_cache=use_cache, progress=progress).case
+    spread = spread_over(on, engine)
+    case = open_session(path, rank=rank, use_cache=use_cache, progress=progress, spread=spread).case
     from stepscope.findings.diagnose import diagnose as findings_of
 
     return findings_of(case, [ignore] if isinstance(ignore, str) else ignore)
@@ -194,12 +211,15 @@ def report(
     price_per_hour: float | None = None,
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
+    on: str = "local",
+    engine: Mapping[str, Any] | None = None,
 ) -> Document:
     """Return the report of a recording, a trace, a folder of ranks, a sweep or a study; `output` writes it.
 
     The suffix of `output` chooses the format: .html, .md, .json, or a folder with all of them, every table as CSV and
     every chart as PNG. `force` overwrites. `ignore` names rules whose findings are left out. With `price_per_hour`,
-    the report has the cost of the job.
+    the report has the cost of the job. `on="ray"` reads the ranks of a folder on the nodes of a Ray cluster, with the
+    settings in `engine` (docs/scale.md).
 
     >>> report("runs/train-20260101-120000", output="step.html")  # doctest: +SKIP
     """
@@ -210,7 +230,7 @@ def report(
     from stepscope.render.write import check_target, write_report
 
     target = None if output is None else check_target(Path(output), force)
-    session = open_session(path, rank=rank, use_cache=use_cache, progress=progress)
+    session = open_session(path, rank=rank, use_cache=use_cache, progress=progress, spread=spread_over(on, engine))
     if session.kind is Kind.STUDY:
         from stepscope.studies.report import report_of_study
         from stepscope.studies.stored import Stored

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.support.answers import answer
-from stepscope.cli.support.options import add_source_arguments, opened, positive
+from stepscope.cli.support.options import add_source_arguments, add_spread_argument, opened, positive
 from stepscope.cli.support.output import print_document, write
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.session import latest_run
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=int, metavar="N", help="only this step")
     add("--top", type=positive, metavar="N", help="rows in lists of names (default 8; all in JSON)")
     add_source_arguments(parser, "only this rank")
+    add_spread_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

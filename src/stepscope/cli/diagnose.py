@@ -25,7 +25,7 @@ import argparse
 from pathlib import Path
 
 from stepscope.cli.support.answers import answer
-from stepscope.cli.support.options import add_source_arguments, opened, words
+from stepscope.cli.support.options import add_source_arguments, add_spread_argument, opened, words
 from stepscope.cli.support.output import print_answer
 from stepscope.errors import UsageError
 from stepscope.session import latest_run
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="skip this rule; may be repeated")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/diagnose.md)")
     add_source_arguments(parser)
+    add_spread_argument(parser)
     add = parser.add_argument_group("what-if").add_argument
     scaled, dropped = "multiply the time of this GPU work by FACTOR", "drop this GPU work and its launches"
     add("--scale", action="append", default=[], metavar="WORK:FACTOR", help=scaled)

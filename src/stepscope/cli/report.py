@@ -17,7 +17,7 @@ import webbrowser
 from pathlib import Path
 
 from stepscope.api.reading import report_target
-from stepscope.cli.support.options import add_price_argument, add_source_arguments, opened
+from stepscope.cli.support.options import add_price_argument, add_source_arguments, add_spread_argument, opened
 from stepscope.cli.support.output import tell
 from stepscope.cli.support.settings import ignored_rules
 from stepscope.errors import UsageError
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_price_argument(parser)
     add("--open", action="store_true", help="open the page in the browser")
     add_source_arguments(parser)
+    add_spread_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

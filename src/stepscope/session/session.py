@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope import errors
 from stepscope.errors import RecordingError, Unavailable, UsageError, if_available
-from stepscope.session.rank_accounts import RankAccounts
+from stepscope.session.rank_accounts import RankAccounts, Spread, accounts_from_nodes
 from stepscope.trace.kind import Kind, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
@@ -21,7 +21,7 @@ from stepscope.trace.sweep_file import Sweep, read_sweep
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.sweeps import SweepSummary
-    from stepscope.analysis.ranks.rank_account import Analysis
+    from stepscope.analysis.ranks.rank_account import Analysis, RankAccount
     from stepscope.analysis.run.series import Run
     from stepscope.analysis.structure.links import Linked
     from stepscope.analysis.time.summary import Summary
@@ -43,15 +43,17 @@ def open_session(
     rank: int | None = None,
     use_cache: bool = True,
     progress: Progress | None = None,
+    spread: Spread | None = None,
 ) -> Session:
     """Return the session of a path, of several trace files of one run, or of the latest run if no path is given.
 
     Nothing is read yet beyond what tells the kind of the path. UsageError if the path is nothing Stepscope reads.
+    With `spread`, the accounts of several ranks are computed on the nodes of a cluster.
     """
     named = [path] if isinstance(path, (str, os.PathLike)) else path or [latest_run()]
     paths = tuple(map(Path, named))
     kinds = [kind_of(each) for each in paths]
-    session = Session(paths, kinds[0] if len(paths) == 1 else Kind.RANKS, rank, use_cache, progress)
+    session = Session(paths, kinds[0] if len(paths) == 1 else Kind.RANKS, rank, use_cache, progress, spread)
     if session.kind is Kind.RANKS:
         _ = session.trace_files  # UsageError for a folder without a trace
     return session
@@ -85,9 +87,10 @@ class Session:
         rank: int | None = None,
         use_cache: bool = True,
         progress: Progress | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self.paths, self.kind, self.rank = tuple(paths), kind, rank
-        self.use_cache, self._progress = use_cache, progress
+        self.use_cache, self._progress, self._spread = use_cache, progress, spread
 
     def __repr__(self) -> str:
         return f"<Session {self.kind.value}: {', '.join(map(str, self.paths))}>"
@@ -167,19 +170,29 @@ class Session:
 
     def analyze(self, step: int | None = None, rank: int | None = None) -> Analysis:
         """Return where the time goes on every rank. One trace is in memory at a time, and none is kept."""
+        accounts = RankAccounts()
+        if rank is None and self.rank is None and (found := self._from_nodes(step)):
+            for each, _ in found:
+                accounts.add(each)
+            return accounts.analysis()
         traces = self._ranks(rank)
         # Reading releases the interpreter and importing needs little else: this saves 0.15 s.
         Thread(target=import_module, args=("stepscope.analysis.ranks.rank_account",), daemon=True).start()
-        accounts = RankAccounts()
         for opened in traces:
             from stepscope.analysis.ranks.rank_account import account
-            from stepscope.trace.find import two_of_one_rank
 
-            if (other := accounts.path_of(opened.rank)) is not None:
-                raise two_of_one_rank(opened.rank, Path(other), opened.path)
             accounts.add(account(opened.trace, opened.rank, step))
             del opened  # before the next is read
         return accounts.analysis()
+
+    def _from_nodes(self, step: int | None = None) -> Iterator[tuple[RankAccount, bool]] | None:
+        """Return every rank's account, computed on nodes, and whether its rank is known; None to do it here."""
+        if self._spread is None or len(self.trace_files) < 2:
+            return None
+        from stepscope.trace.find import refuse_two_of_one_rank
+
+        refuse_two_of_one_rank(self.trace_files)
+        return accounts_from_nodes(self._spread, self.trace_files, step, self.use_cache, self._progress)
 
     @cached_property
     def case(self) -> Case:
@@ -195,7 +208,12 @@ class Session:
             return Case(self.path, None, 0, recording, window, _summary=lambda _: self.summary)
         first: RankTrace | None = None
         accounts, notes, is_known = RankAccounts(), [], True
-        for opened in self._ranks():
+        if self.rank is None and (found := self._from_nodes()):
+            for each, is_sure in found:
+                accounts.add(each)
+                is_known = is_known and is_sure
+            first = next(self._ranks(accounts[0].rank))
+        for opened in self._ranks() if first is None else ():
             first = opened if first is None or opened.rank < first.rank else first
             is_known = is_known and opened.is_known
             if len(files) > 1 and self.rank is None:

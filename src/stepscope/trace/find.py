@@ -231,9 +231,7 @@ def open_ranks(
 
     A file whose trace may say another rank than its name is read only where no other has the rank.
     """
-    known = {file.rank for file in files}
-    free = (number for number in count() if number not in known)
-    numbers = [next(free) if file.rank is None else file.rank for file in files]
+    numbers = numbers_of(files)
     order = [i for i, file in enumerate(files) if rank in (None, numbers[i]) or not file.is_said_by_trace]
     if rank is not None:
         order.sort(key=lambda i: numbers[i] != rank)
@@ -243,16 +241,40 @@ def open_ranks(
             if progress is not None:
                 progress((done + share) / len(order) if rank is None else share)
 
-        trace = _open(files, i, use_cache, report)
-        said = trace.facts.rank
-        numbers[i] = numbers[i] if said is None else said
+        opened = open_rank(files[i], numbers[i], len(files) == 1, use_cache, report)
+        numbers[i] = opened.rank
         if rank in (None, numbers[i]):
-            yield RankTrace(files[i].path, numbers[i], said is not None or files[i].rank is not None, trace)
+            yield opened
             if rank is not None:
                 return
-        del trace  # before the next is read
+        del opened  # before the next is read
     if rank is not None:
         raise UsageError(f"no rank {rank}: the ranks are {', '.join(map(str, sorted(numbers)))}")
+
+
+def numbers_of(files: Sequence[TraceFile]) -> list[int]:
+    """The rank of each file as far as it is known before the file is read, else the first number that is free."""
+    known = {file.rank for file in files}
+    free = (number for number in count() if number not in known)
+    return [next(free) if file.rank is None else file.rank for file in files]
+
+
+def open_rank(
+    file: TraceFile, number: int, is_alone: bool, use_cache: bool, progress: Callable[[float], None] | None = None
+) -> RankTrace:
+    """Read one file. Its rank is `number` unless its trace says another."""
+    try:
+        trace = open_trace(file.path, process=file.process, use_cache=use_cache, progress=progress)
+    except TraceError as error:
+        if is_alone:
+            raise
+        raise TraceError(f"{error}; to go on without it, move it elsewhere or name the other files") from None
+    for process, path in file.execution_traces:
+        if process in trace.threads["pid"]:
+            trace = with_inputs(trace, path)
+    said = trace.facts.rank
+    rank, is_known = (number, file.rank is not None) if said is None else (said, True)
+    return RankTrace(file.path, rank, is_known, replace(trace, compiler=compile_file_of_trace(file.path)))
 
 
 def refuse_two_of_one_rank(files: Sequence[TraceFile], rank: int | None = None) -> None:
@@ -270,17 +292,3 @@ def two_of_one_rank(rank: int, one: Path, other: Path) -> UsageError:
     return UsageError(
         f"{one} and {other} are both of rank {rank}, as of two windows or two runs: name one file for each rank"
     )
-
-
-def _open(files: Sequence[TraceFile], index: int, use_cache: bool, progress: Callable[[float], None]) -> Trace:
-    file = files[index]
-    try:
-        trace = open_trace(file.path, process=file.process, use_cache=use_cache, progress=progress)
-    except TraceError as error:
-        if len(files) == 1:
-            raise
-        raise TraceError(f"{error}; to go on without it, move it elsewhere or name the other files") from None
-    for process, path in file.execution_traces:
-        if process in trace.threads["pid"]:
-            trace = with_inputs(trace, path)
-    return replace(trace, compiler=compile_file_of_trace(file.path))

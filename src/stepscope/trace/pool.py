@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
+import polars as pl
+
 from stepscope.errors import TraceError
 from stepscope.trace.decode import Decoded, identity, receive_answer, send
 from stepscope.trace.source import Slice, Source
@@ -19,14 +21,14 @@ _START = "import sys; sys.path[:] = {path!r}; from stepscope.trace.decode import
 
 
 def num_workers() -> int:
-    """Return the number of processes to start: one per usable core."""
+    """Return the number of processes to start: one per usable core, at most as many as Polars has threads."""
     if not sys.executable or getattr(sys, "frozen", False):
         return 1  # there is no interpreter to start
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         cores = os.cpu_count() or 1
-    return min(MOST_WORKERS, cores)
+    return min(MOST_WORKERS, cores, pl.thread_pool_size())
 
 
 class Pool(AbstractContextManager["Pool"]):

@@ -85,8 +85,8 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
     device = linked.device
     time = gpu_time(device)
     name = device_name(linked)
-    # Each part depends only on the links. Polars releases the GIL, so two at a time use two cores.
-    with ThreadPoolExecutor(2) as pool:
+    # Each part depends only on the links. Polars releases the GIL, so two at a time use two cores, if it may.
+    with ThreadPoolExecutor(min(2, pl.thread_pool_size())) as pool:
         gaps = pool.submit(idle_gaps, linked)
         memory = pool.submit(memory_summary, linked)
         parts: dict[str, Future[Any]] = {

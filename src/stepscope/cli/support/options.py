@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.api.reading import spread_over
 from stepscope.cli.support.output import Progress
 from stepscope.session import Session, open_session
 
@@ -183,9 +184,23 @@ def add_source_arguments(parser: argparse.ArgumentParser, rank: str = "rank to r
     parser.add_argument("--no-cache", action="store_true", help="do not read or write the cache")
 
 
+def add_spread_argument(parser: argparse.ArgumentParser) -> None:
+    """Add where ranks are read: docs/scale.md."""
+    parser.add_argument(
+        "--on", choices=("local", "ray"), default="local", help="where ranks are read (default: local)"
+    )
+
+
 @contextmanager
 def opened(arguments: argparse.Namespace, path: Path | Sequence[Path] | None) -> Iterator[Session]:
     """Open a path as the options say; while the block reads it, the terminal shows the progress."""
     gc.disable()  # hardly any cycles are made, and collections would walk every row: a third of a report's time
     with Progress("reading") as progress:
-        yield open_session(path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress)
+        spread = None
+        if getattr(arguments, "on", "local") != "local":
+            from stepscope.cli.support.settings import engine_settings
+
+            spread = spread_over(arguments.on, engine_settings(), progress.above(quiet=False))
+        yield open_session(
+            path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress, spread=spread
+        )

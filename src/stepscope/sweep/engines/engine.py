@@ -8,6 +8,7 @@ a local process would have written them. What a sweep makes of them is the same.
 import dataclasses
 import io
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -16,8 +17,9 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,33 @@ class Engine(AbstractContextManager["Engine"], ABC):
             with tarfile.open(fileobj=io.BytesIO(answer["output"]), mode="r:gz") as archive:
                 archive.extractall(output, filter="data")
         return None if answer["failure"] is None else Failure(**answer["failure"])
+
+    def map(self, module: str, function: str, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield what a function of Stepscope returns on a node for each of some arguments, in their order.
+
+        The first argument is a path that the node must have. No more than the slots are begun or waiting to be
+        taken, so that memory does not grow with the number of tasks.
+        """
+        with ThreadPoolExecutor(self.num_slots) as pool:
+            try:
+                begun: deque[Future[Any]] = deque()
+                for task in tasks:
+                    if len(begun) == self.num_slots:
+                        yield begun.popleft().result()
+                    begun.append(pool.submit(self._returned, module, function, task))
+                while begun:
+                    yield begun.popleft().result()
+            finally:
+                self.stop()
+
+    def _returned(self, module: str, function: str, arguments: tuple[Any, ...]) -> Any:
+        call = {"module": module, "function": function, "path": arguments[0], "arguments": pickle.dumps(arguments)}
+        answer, attempts, reason = self._answer({"call": call}, 0.0)
+        if "error" in answer:
+            raise pickle.loads(answer["error"])
+        if "value" not in answer:
+            raise StepscopeError(f"{arguments[0]}: {reason} ({plural(attempts, 'attempt')})")
+        return pickle.loads(answer["value"])
 
     def _answer(self, order: Order, timeout_s: float) -> tuple[Answer, int, str]:
         """Return a node's answer, the number of attempts, and why the last one was lost.

@@ -34,7 +34,7 @@ class RayEngine(Engine):
                     address=self.settings.address,
                     runtime_env=dict(self.settings.runtime_env) or None,
                     log_to_driver=False,
-                    logging_level=logging.ERROR,
+                    logging_level=logging.CRITICAL,  # what matters of its errors is said by `_reason`
                 )
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
                 raise StepscopeError(

@@ -52,3 +52,19 @@ def where_of(on: str, engine: Mapping[str, Any] | None, start: str | None = None
     if start is not None and on != LOCAL:
         raise UsageError("start is for points on this machine: leave it out with an engine")
     return Where(on=on, settings=settings_of(engine or {}), start=start)
+
+
+def spread_over(
+    on: str, engine: Mapping[str, Any] | None, say: Callable[[str], None] | None = None
+) -> Callable[..., Iterator[Any]] | None:
+    """Return what calls a function on a cluster's nodes (`Engine.map`), opened when it is used; None for local."""
+    if on not in (LOCAL, RAY):  # a job of Slurm takes longer to start than to read a rank
+        raise UsageError(f"on={on!r}: choose {LOCAL} or {RAY}")
+    where = where_of(on, engine)
+
+    def spread(*task: Any) -> Iterator[Any]:
+        with where.open(Path.cwd(), "cpu", say) as opened:
+            assert isinstance(opened, Engine)
+            yield from opened.map(*task)
+
+    return None if on == LOCAL else spread

@@ -9,6 +9,7 @@ import dataclasses
 import fcntl
 import io
 import os
+import pickle
 import platform
 import sys
 import tarfile
@@ -16,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from stepscope.errors import StepscopeError
 from stepscope.sweep.protocol import Request
 from stepscope.sweep.record_runs import PARENT_VARIABLE, run_process
 from stepscope.sweep.server import Server, default_start
@@ -35,6 +38,8 @@ def work(order: dict[str, Any]) -> dict[str, Any]:
     if order["version"] != __version__:
         versions = f"{answer['node']} has Stepscope {__version__}, this sweep {order['version']}"
         return {**answer, "refused": f"{versions}. Install the same version on every node"}
+    if "call" in order:
+        return {**answer, **_call(order["call"])}
     try:
         with tempfile.TemporaryDirectory(prefix="stepscope-") as name, neighbors() as met:
             found = _point(order, Path(name)) if "request" in order else _process(order["process"], Path(name))
@@ -87,6 +92,18 @@ def _process(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
         "log": (_bytes(log) or b"")[-MOST_LOG_BYTES:],
         "output": _archive(output),
     }
+
+
+def _call(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Call a function of Stepscope that reads a file, with as many threads as this worker has cores."""
+    if not Path(wanted["path"]).exists():
+        return {"refused": f"{wanted['path']} does not exist on {node_name()}. Mount it on every node"}
+    os.environ.setdefault("POLARS_MAX_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))  # Ray sets the latter
+    try:
+        value = getattr(import_module(wanted["module"]), wanted["function"])(*pickle.loads(wanted["arguments"]))
+        return {"value": pickle.dumps(value)}
+    except StepscopeError as error:
+        return {"error": pickle.dumps(error)}
 
 
 def _archive(folder: Path) -> bytes | None:
