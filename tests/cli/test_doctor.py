@@ -19,7 +19,7 @@ from stepscope.version import __version__
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
 sys.path.append(str(Path(__file__).parents[1] / "record"))
 
-from fake_nvml import build_fake_nvml  # noqa: E402  it is found only now
+from fake_nvml import build_fake_nvml
 
 WITHOUT_TORCH = """
 import sys

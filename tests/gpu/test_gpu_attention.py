@@ -15,10 +15,10 @@ pytestmark = [
 ]
 sys.path.insert(0, str(Path(__file__).parents[1] / "workloads"))
 
-from evidence import evidence_of  # noqa: E402
+from evidence import evidence_of
 
-from stepscope.workloads.models import cs336  # noqa: E402
-from stepscope.workloads.ops import attention, norm, softmax  # noqa: E402
+from stepscope.workloads.models import cs336
+from stepscope.workloads.ops import attention, norm, softmax
 
 BACKENDS = ("flash", "efficient", "math", "cudnn")
 

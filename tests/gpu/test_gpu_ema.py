@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "workloads"))
 
-from evidence import evidence_of  # noqa: E402
+from evidence import evidence_of
 
-from stepscope.workloads.models.megalodon import WORKLOAD as MEGALODON  # noqa: E402
-from stepscope.workloads.ops.ema import CEMA  # noqa: E402
-from stepscope.workloads.ops.ema import WORKLOAD as EMA  # noqa: E402
+from stepscope.workloads.models.megalodon import WORKLOAD as MEGALODON
+from stepscope.workloads.ops.ema import CEMA
+from stepscope.workloads.ops.ema import WORKLOAD as EMA
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,11 +14,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 sys.path.insert(0, str(Path(__file__).parents[1] / "workloads"))
-from evidence import evidence_of  # noqa: E402
+from evidence import evidence_of
 
-from stepscope.workloads.models.hydra import WORKLOAD, build  # noqa: E402
-from stepscope.workloads.ops import contiguity, cross_entropy, value_shift  # noqa: E402
-from stepscope.workloads.ops.cross_entropy import next_token_loss  # noqa: E402
+from stepscope.workloads.models.hydra import WORKLOAD, build
+from stepscope.workloads.ops import contiguity, cross_entropy, value_shift
+from stepscope.workloads.ops.cross_entropy import next_token_loss
 
 SIZES = {**WORKLOAD.presets["50m"], "blocks": 3, "vocab": 5003, "batch": 2, "seq_len": 256, "chunk_rows": 100}
 FLOAT32, BFLOAT16 = "float32", "bfloat16"

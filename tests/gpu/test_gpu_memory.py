@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-from stepscope.planner.hardware import buffer_bytes  # noqa: E402
+from stepscope.planner.hardware import buffer_bytes
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -15,9 +15,9 @@ pytestmark = [
 ]
 sys.path.insert(0, str(Path(__file__).parents[1] / "workloads"))
 
-from evidence import evidence_of  # noqa: E402
+from evidence import evidence_of
 
-from stepscope.workloads.models.nano import WORKLOAD  # noqa: E402
+from stepscope.workloads.models.nano import WORKLOAD
 
 SIZES = {"part": "attention", "seq_len": 1024, "batch": 2, "window": 128, "global_tokens": 40, "random_keys": 64}
 VARIANTS = [

@@ -21,9 +21,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-import stepscope  # noqa: E402  torch may be missing
-from stepscope.recorder.precision import autocast_policy as policy  # noqa: E402
-from stepscope.recorder.precision import dtype_audit  # noqa: E402
+import stepscope
+from stepscope.recorder.precision import autocast_policy as policy
+from stepscope.recorder.precision import dtype_audit
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,17 +9,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from step_bytes import measured_bytes  # noqa: E402  torch may be missing
+from step_bytes import measured_bytes
 
-from stepscope.analysis.memory.account import account  # noqa: E402
-from stepscope.devices.limits import find_device  # noqa: E402
-from stepscope.planner.emulation import dataless as ghosts  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.recorder.clock import BACKWARD, OPTIMIZER  # noqa: E402
-from stepscope.recorder.ledger.ledger import Ledger  # noqa: E402
-from stepscope.sweep import prepare  # noqa: E402
-from stepscope.sweep.grid import Grid, Point  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.analysis.memory.account import account
+from stepscope.devices.limits import find_device
+from stepscope.planner.emulation import dataless as ghosts
+from stepscope.planner.prediction import Planner
+from stepscope.recorder.clock import BACKWARD, OPTIMIZER
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.sweep import prepare
+from stepscope.sweep.grid import Grid, Point
+from stepscope.workloads.registry import find
 
 H200 = [json.loads(line) for line in Path(__file__).with_name("h200.jsonl").read_text().splitlines()]
 CPU = [

@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402  torch may be missing
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepscope.planner.emulation.attention_backend import choose, workspace_bytes  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.dataless import DatalessMode  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.attention_backend import choose, workspace_bytes
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
+from stepscope.planner.emulation.dataless import DatalessMode
 
 A100, A10, L4, H100, B200, B300, RTX50, T4, V100 = (
     (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (7, 5), (7, 0),

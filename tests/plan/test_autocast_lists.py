@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.planner.emulation import autocast  # noqa: E402
-from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402
-from stepscope.planner.emulation.dataless import DatalessMode  # noqa: E402
+from stepscope.errors import UsageError
+from stepscope.planner.emulation import autocast
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
+from stepscope.planner.emulation.dataless import DatalessMode
 
 
 @pytest.fixture

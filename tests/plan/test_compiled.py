@@ -10,14 +10,14 @@ pytestmark = pytest.mark.long
 
 torch = pytest.importorskip("torch")
 
-from step_bytes import measured_bytes  # noqa: E402  torch may be missing
+from step_bytes import measured_bytes
 
-from stepscope.devices.limits import find_device  # noqa: E402
-from stepscope.errors import UsageError  # noqa: E402
-from stepscope.planner.compiled.graphs import ERROR_BAR  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.devices.limits import find_device
+from stepscope.errors import UsageError
+from stepscope.planner.compiled.graphs import ERROR_BAR
+from stepscope.planner.prediction import Planner
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 MODEL = """
 import torch

@@ -11,17 +11,17 @@ pytestmark = pytest.mark.long
 
 torch = pytest.importorskip("torch")
 
-from step_bytes import measured_bytes  # noqa: E402  torch may be missing
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-from torch.nn import functional  # noqa: E402
+from step_bytes import measured_bytes
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
-from stepscope.devices.limits import find_device  # noqa: E402
-from stepscope.planner.compiled.graphs import ERROR_BAR  # noqa: E402
-from stepscope.planner.dataless_steps import trace  # noqa: E402
-from stepscope.planner.hardware import hardware_of  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.devices.limits import find_device
+from stepscope.planner.compiled.graphs import ERROR_BAR
+from stepscope.planner.dataless_steps import trace
+from stepscope.planner.hardware import hardware_of
+from stepscope.planner.prediction import Planner
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 H200 = "NVIDIA H200"
 VISION = """

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.limits import find_device, known_devices  # noqa: E402
-from stepscope.planner.allocator import rounded  # noqa: E402
-from stepscope.planner.emulation.attention_backend import choose  # noqa: E402
-from stepscope.planner.hardware import Hardware, hardware_of, kept_workspaces, temporary_bytes, usable_bytes  # noqa: E402  # noqa: E402
+from stepscope.devices.limits import find_device, known_devices
+from stepscope.planner.allocator import rounded
+from stepscope.planner.emulation.attention_backend import choose
+from stepscope.planner.hardware import Hardware, hardware_of, kept_workspaces, temporary_bytes, usable_bytes
 
 H200 = Hardware((9, 0), 132)
 aten = torch.ops.aten

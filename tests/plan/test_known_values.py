@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
+from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded
 
 
 @pytest.fixture

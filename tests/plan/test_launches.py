@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from stepscope.planner.emulation.torch_support import launching_nothing  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.torch_support import launching_nothing
 
 
 def test_a_launch_does_nothing():

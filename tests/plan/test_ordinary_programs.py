@@ -11,14 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.overrides import _get_current_function_mode_stack  # noqa: E402  torch may be missing
+from torch.overrides import _get_current_function_mode_stack
 
-from stepscope.devices.limits import find_device  # noqa: E402  torch may be missing
-from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.planner.prediction import Planner  # noqa: E402  torch may be missing
-from stepscope.sweep import measure  # noqa: E402  torch may be missing
-from stepscope.sweep.grid import Grid, changed  # noqa: E402  torch may be missing
-from stepscope.workloads.registry import find  # noqa: E402  torch may be missing
+from stepscope.devices.limits import find_device
+from stepscope.errors import UsageError
+from stepscope.planner.prediction import Planner
+from stepscope.sweep import measure
+from stepscope.sweep.grid import Grid, changed
+from stepscope.workloads.registry import find
 
 H200 = find_device("NVIDIA H200")
 HEAD = (

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.limits import find_device  # noqa: E402  torch may be missing
-from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.planner.prediction import Planner  # noqa: E402  torch may be missing
-from stepscope.recorder.ledger import storages  # noqa: E402  torch may be missing
-from stepscope.sweep.grid import Grid  # noqa: E402  torch may be missing
-from stepscope.workloads.registry import find  # noqa: E402  torch may be missing
+from stepscope.devices.limits import find_device
+from stepscope.errors import UsageError
+from stepscope.planner.prediction import Planner
+from stepscope.recorder.ledger import storages
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 H200 = "NVIDIA H200"
 

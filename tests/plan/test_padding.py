@@ -6,12 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.limits import find_device  # noqa: E402  torch may be missing
-from stepscope.planner.compiled import inductor as padding  # noqa: E402
-from stepscope.planner.compiled.graphs import ERROR_BAR, PADDED_ERROR_BAR  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.devices.limits import find_device
+from stepscope.planner.compiled import inductor as padding
+from stepscope.planner.compiled.graphs import ERROR_BAR, PADDED_ERROR_BAR
+from stepscope.planner.prediction import Planner
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 TOKENS, WIDTH = 4096, 512
 HEAD = """

@@ -10,15 +10,15 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
-from gloo_ranks import peak_bytes  # noqa: E402
+from gloo_ranks import peak_bytes
 
-from stepscope.cli.main import main  # noqa: E402
-from stepscope.devices.limits import find_device  # noqa: E402
-from stepscope.errors import UsageError  # noqa: E402
-from stepscope.planner.parallel import Parallel, parallel_of  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.cli.main import main
+from stepscope.devices.limits import find_device
+from stepscope.errors import UsageError
+from stepscope.planner.parallel import Parallel, parallel_of
+from stepscope.planner.prediction import Planner
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 H200 = find_device("NVIDIA H200")
 STEP = {"preset": "tiny", "mode": "step"}

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.limits import find_device  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.devices.limits import find_device
+from stepscope.planner.prediction import Planner
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 BATCH, WIDTH = 32, 256
 PRODUCT = 2 * BATCH * WIDTH * WIDTH

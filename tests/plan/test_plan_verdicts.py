@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.limits import find_device, known_devices  # noqa: E402
-from stepscope.errors import UsageError  # noqa: E402
-from stepscope.planner import prediction  # noqa: E402
-from stepscope.planner.hardware import CONTEXT_BYTES, usable_bytes  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.devices.limits import find_device, known_devices
+from stepscope.errors import UsageError
+from stepscope.planner import prediction
+from stepscope.planner.hardware import CONTEXT_BYTES, usable_bytes
+from stepscope.planner.prediction import Planner
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 GIB = 1 << 30
 PROGRAM = """

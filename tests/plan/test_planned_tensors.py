@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded  # noqa: E402  torch may be missing
+from stepscope.errors import UsageError
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
+from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded
 
 functional = torch.nn.functional
 

@@ -11,24 +11,24 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stepscope.cli.main import main  # noqa: E402
-from stepscope.devices.limits import find_device  # noqa: E402
-from stepscope.planner.allocator import Allocator  # noqa: E402
-from stepscope.planner.dataless_steps import trace  # noqa: E402
-from stepscope.planner.emulation.fsdp import units  # noqa: E402
-from stepscope.planner.emulation.ranks import ERROR_BAR  # noqa: E402
-from stepscope.planner.hardware import hardware_of  # noqa: E402
-from stepscope.planner.parallel import Parallel  # noqa: E402
-from stepscope.planner.prediction import Planner  # noqa: E402
-from stepscope.sweep import measure, prepare  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.cli.main import main
+from stepscope.devices.limits import find_device
+from stepscope.planner.allocator import Allocator
+from stepscope.planner.dataless_steps import trace
+from stepscope.planner.emulation.fsdp import units
+from stepscope.planner.emulation.ranks import ERROR_BAR
+from stepscope.planner.hardware import hardware_of
+from stepscope.planner.parallel import Parallel
+from stepscope.planner.prediction import Planner
+from stepscope.sweep import measure, prepare
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 MIB = 1 << 20
 TRANSPOSING_BYTES = 60 * 60 * 4

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.cli.main import main  # noqa: E402  torch may be missing
+from stepscope.cli.main import main
 
 PLAN = ["plan", "cs336", "--preset", "tiny", "--set", "seq_len=16"]
 

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.devices.limits import find_device  # noqa: E402  torch may be missing
-from stepscope.planner.hardware import CONTEXT_BYTES  # noqa: E402
-from stepscope.planner.prediction import FITS, MARGIN, TOO_CLOSE, Planner  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.devices.limits import find_device
+from stepscope.planner.hardware import CONTEXT_BYTES
+from stepscope.planner.prediction import FITS, MARGIN, TOO_CLOSE, Planner
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 H200 = find_device("NVIDIA H200")
 CONVOLUTION = """

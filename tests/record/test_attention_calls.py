@@ -7,11 +7,11 @@ import warnings
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from stepscope.recorder.precision import attention_calls  # noqa: E402
-from stepscope.recorder.precision.attention_calls import AttentionCalls, reasons  # noqa: E402
+from stepscope.recorder.precision import attention_calls
+from stepscope.recorder.precision.attention_calls import AttentionCalls, reasons
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  torch may be missing
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.recorder.precision import autocast_policy as policy  # noqa: E402
+from stepscope.recorder.precision import autocast_policy as policy
 
 # From torch.amp's documentation, CPU: ops of which every version since 2.4 says the same.
 CPU = {

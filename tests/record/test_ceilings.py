@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.recorder.machine import ceilings  # noqa: E402  it needs torch, which may be missing
+from stepscope.recorder.machine import ceilings
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import planted_for_compiler as planted  # noqa: E402
+import planted_for_compiler as planted
 
-from stepscope.analysis.compiler.compile_summary import compiler_summary  # noqa: E402
-from stepscope.recorder.compiler.compile_watch import CompilerProbe  # noqa: E402
+from stepscope.analysis.compiler.compile_summary import compiler_summary
+from stepscope.recorder.compiler.compile_watch import CompilerProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 SOURCE = Path(planted.__file__)

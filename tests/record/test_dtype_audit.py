@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402  torch may be missing
-from torch.nn import functional  # noqa: E402
+from torch import nn
+from torch.nn import functional
 
-import stepscope  # noqa: E402
-from stepscope.errors import UsageError  # noqa: E402
-from stepscope.recorder.precision import dtype_audit  # noqa: E402
+import stepscope
+from stepscope.errors import UsageError
+from stepscope.recorder.precision import dtype_audit
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul", "ignore:Mismatch dtype")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "toy_precision.py"

@@ -11,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from stepscope.recorder import files  # noqa: E402
-from stepscope.recorder.session import Session  # noqa: E402
-from stepscope.recorder.windows import Windows  # noqa: E402
+from stepscope.recorder import files
+from stepscope.recorder.session import Session
+from stepscope.recorder.windows import Windows
 
 INPUT = torch.ones(1, 2)
 MAX_BYTES_PER_STEP = 400

@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.recorder.session import Session  # noqa: E402  it needs torch, which may be missing
-from stepscope.recorder.step_ends import Owners  # noqa: E402
-from stepscope.recorder.windows import Windows  # noqa: E402
+from stepscope.recorder.session import Session
+from stepscope.recorder.step_ends import Owners
+from stepscope.recorder.windows import Windows
 
 
 def test_a_new_optimizer_for_the_same_parameters_is_the_same_and_a_reused_id_is_not():

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import stepscope  # noqa: E402  torch may be missing
-from stepscope.errors import UsageError  # noqa: E402
-from stepscope.recorder.precision.settings import precision_settings  # noqa: E402
-from stepscope.recorder.windows import Windows  # noqa: E402
+import stepscope
+from stepscope.errors import UsageError
+from stepscope.recorder.precision.settings import precision_settings
+from stepscope.recorder.windows import Windows
 
 HAS_NEW_WAY = hasattr(torch.backends.cuda.matmul, "fp32_precision") if torch.__version__ >= "2.9" else False
 PLACES = [(b, op) for b in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn", "all")] + [("generic", "all")]

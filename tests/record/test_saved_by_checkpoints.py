@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402  torch may be missing
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from stepscope.recorder.clock import FORWARD  # noqa: E402
-from stepscope.recorder.ledger.ledger import Ledger  # noqa: E402
-from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS  # noqa: E402
+from stepscope.recorder.clock import FORWARD
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS
 
 
 class Block(nn.Module):

@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from stepscope.recorder.session import Session  # noqa: E402
-from stepscope.recorder.usual_steps import UsualSteps  # noqa: E402
-from stepscope.recorder.windows import Windows  # noqa: E402
+from stepscope.recorder.session import Session
+from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.windows import Windows
 
 NUM_STEPS = 16
 

@@ -17,14 +17,14 @@ from stepscope.render.png.pictures import Tile, squarified
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.figure import Figure
 
-from stepscope.render.png.charts import (  # noqa: E402
+from stepscope.render.png.charts import (
     draw_lines,
     drawn,
     drawn_apart,
 )
-from stepscope.render.png.pictures import png_of  # noqa: E402
+from stepscope.render.png.pictures import png_of
 
 
 def size_of(png: bytes) -> tuple[int, int]:

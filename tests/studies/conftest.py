@@ -8,8 +8,8 @@ import pytest
 
 pytest.register_assert_rewrite("study_checks")
 
-from stepscope.studies.report import report_of_study  # noqa: E402
-from stepscope.studies.stored import Stored  # noqa: E402
+from stepscope.studies.report import report_of_study
+from stepscope.studies.stored import Stored
 
 
 @pytest.fixture(scope="module")

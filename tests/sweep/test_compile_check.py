@@ -10,19 +10,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sweep_runs import exit_code  # noqa: E402
+from sweep_runs import exit_code
 
-from stepscope.cli.checks.bench_compile import EXIT_NOT_SAME  # noqa: E402
-from stepscope.cli.main import main  # noqa: E402
-from stepscope.document.sections.compiler import check_json, checks_document  # noqa: E402
-from stepscope.render.terminal import terminal_text  # noqa: E402
-from stepscope.sweep import prepare  # noqa: E402
-from stepscope.sweep.checks import compile_check  # noqa: E402
-from stepscope.sweep.checks.compile_runs import shapes_of  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.sweep.process import run_point  # noqa: E402
-from stepscope.sweep.protocol import Request  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.cli.checks.bench_compile import EXIT_NOT_SAME
+from stepscope.cli.main import main
+from stepscope.document.sections.compiler import check_json, checks_document
+from stepscope.render.terminal import terminal_text
+from stepscope.sweep import prepare
+from stepscope.sweep.checks import compile_check
+from stepscope.sweep.checks.compile_runs import shapes_of
+from stepscope.sweep.grid import Grid
+from stepscope.sweep.process import run_point
+from stepscope.sweep.protocol import Request
+from stepscope.workloads.registry import find
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 FILE = Path(__file__).with_name("compiled_workloads.py")

@@ -8,17 +8,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.recorder.compiler.compile_watch import CompilerProbe  # noqa: E402
-from stepscope.sweep.checks.proofs import (  # noqa: E402
+from stepscope.recorder.compiler.compile_watch import CompilerProbe
+from stepscope.sweep.checks.proofs import (
     CompiledGraphs,
     captured_ops,
     compiler_notes,
 )
-from stepscope.workloads.models import cs336, megalodon, nano  # noqa: E402
-from stepscope.workloads.ops import moe as experts  # noqa: E402
-from stepscope.workloads.ops.attention import math_attention_ran  # noqa: E402
-from stepscope.workloads.ops.cross_entropy import loss_proof, next_token_loss  # noqa: E402
-from stepscope.workloads.workload import CAPTURED, LOWERED, Evidence, ran  # noqa: E402
+from stepscope.workloads.models import cs336, megalodon, nano
+from stepscope.workloads.ops import moe as experts
+from stepscope.workloads.ops.attention import math_attention_ran
+from stepscope.workloads.ops.cross_entropy import loss_proof, next_token_loss
+from stepscope.workloads.workload import CAPTURED, LOWERED, Evidence, ran
 
 # torch's own, when it first imports its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

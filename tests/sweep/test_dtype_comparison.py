@@ -11,14 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sweep_runs import exit_code  # noqa: E402
+from sweep_runs import exit_code
 
-from stepscope.analysis.precision.dtype_comparison import class_ns, compare_dtypes  # noqa: E402  torch may be missing
-from stepscope.document.precision import dtypes_document, sentences  # noqa: E402
-from stepscope.render.terminal import terminal_text  # noqa: E402
-from stepscope.sweep.checks.precision_probe import at_peak, deviation  # noqa: E402
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.analysis.precision.dtype_comparison import class_ns, compare_dtypes
+from stepscope.document.precision import dtypes_document, sentences
+from stepscope.render.terminal import terminal_text
+from stepscope.sweep.checks.precision_probe import at_peak, deviation
+from stepscope.sweep.grid import Grid
+from stepscope.workloads.registry import find
 
 ROOT = Path(__file__).parents[2]
 # The gradient of the weight is x, which bf16 rounds to 1, and fp16 keeps.

@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.sweep.checks import gate  # noqa: E402
-from stepscope.workloads import optimizers  # noqa: E402
-from stepscope.workloads.workload import Built, Workload, knob  # noqa: E402
+from stepscope.sweep.checks import gate
+from stepscope.workloads import optimizers
+from stepscope.workloads.workload import Built, Workload, knob
 
 RUN = {
     "mode": "step", "dtype": "fp32", "bf16_reduction": "auto", "compile": "off", "sdpa": "free",

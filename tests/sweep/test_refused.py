@@ -11,7 +11,7 @@ from sweep_runs import bench_words, quiet_environment, rows_in
 from stepscope.sweep.process import recorded_warnings, refusal
 
 torch = pytest.importorskip("torch")
-from stepscope.workloads.ops import attention  # noqa: E402
+from stepscope.workloads.ops import attention
 
 FREE = {"sdpa": "free", "device": "cuda"}
 SAID = ["Flash attention kernel not used because:", "Expected query, key and value to all be of dtype: {Half}."]

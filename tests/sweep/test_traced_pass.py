@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.profiler import ProfilerActivity, profile  # noqa: E402  torch may be missing
+from torch.profiler import ProfilerActivity, profile
 
-from stepscope.sweep import measure  # noqa: E402
+from stepscope.sweep import measure
 
 
 @pytest.mark.long

@@ -9,13 +9,13 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
-from evidence import evidence_of  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from evidence import evidence_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from stepscope.errors import UsageError  # noqa: E402
-from stepscope.workloads.models.hydra import CCGQA, WORKLOAD, CausalConvs, build  # noqa: E402  # noqa: E402
-from stepscope.workloads.models.layers import rope, rope_tables  # noqa: E402
+from stepscope.errors import UsageError
+from stepscope.workloads.models.hydra import CCGQA, WORKLOAD, CausalConvs, build
+from stepscope.workloads.models.layers import rope, rope_tables
 
 SMALL = {**WORKLOAD.gate, "seq_len": 16}
 no_bf16_units = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
-from evidence import evidence_of  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from evidence import evidence_of
+from torch.utils.flop_counter import FlopCounterMode
 
-from stepscope.errors import UsageError  # noqa: E402
-from stepscope.workloads.models.hydra import value_shift as shift_of_the_model  # noqa: E402
-from stepscope.workloads.ops import contiguity, cross_entropy, value_shift  # noqa: E402
+from stepscope.errors import UsageError
+from stepscope.workloads.models.hydra import value_shift as shift_of_the_model
+from stepscope.workloads.ops import contiguity, cross_entropy, value_shift
 
 OPS = {"cross_entropy": cross_entropy, "value_shift": value_shift, "contiguity": contiguity}
 IMPLEMENTATIONS = {

@@ -7,14 +7,14 @@ import weakref
 import pytest
 
 torch = pytest.importorskip("torch")
-from evidence import evidence_of  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from evidence import evidence_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from stepscope.workloads.ops import cross_entropy as losses  # noqa: E402
-from stepscope.workloads.ops.cross_entropy import loss_proof, next_token_loss  # noqa: E402
-from stepscope.workloads.workload import Built  # noqa: E402
+from stepscope.workloads.ops import cross_entropy as losses
+from stepscope.workloads.ops.cross_entropy import loss_proof, next_token_loss
+from stepscope.workloads.workload import Built
 
 ROWS, WIDTH, VOCAB = 50, 16, 97
 # A CPU without bfloat16 units says so once, and multiplies all the same.

@@ -5,8 +5,8 @@ import sys
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
 num_steps = int(sys.argv[1])
 torch.manual_seed(0)
