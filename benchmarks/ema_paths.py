@@ -50,7 +50,7 @@ def median_ms(run: Callable[[], object], steps: int, device: str, seconds: float
 def results(path: str, dtype: torch.dtype, length: int, with_state: bool) -> dict[str, torch.Tensor]:
     """Outputs, last state and gradients of a path over 2 × length tokens of 64 channels, 16 states."""
     torch.manual_seed(0)
-    module = CEMA(64, 16, path).to(dtype)  # type: ignore[arg-type]
+    module = CEMA(64, 16, path).to(dtype)
     x = torch.randn(2, length, 64).to(dtype).requires_grad_()
     state = torch.randn(2, 64, 16, 2).to(dtype).requires_grad_() if with_state else None
     y, last = module(x, state)
@@ -88,7 +88,7 @@ def compare(arguments: argparse.Namespace, lengths: list[int]) -> None:
                 width=arguments.width,
                 num_states=arguments.states,
                 seq_len=length,
-                path=path,  # type: ignore[arg-type]
+                path=path,
                 last_state=last_state,
             )
             torch.manual_seed(0)

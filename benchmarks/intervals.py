@@ -89,7 +89,7 @@ def whole(diagnosis: Diagnosis, finding: Finding) -> tuple[float, float, float]:
     """The saving of a finding's fix with its interval, in ms: that of its group if it leads one."""
     group = next((group for group in diagnosis.groups if group.findings[0] == finding.id), None)
     of = group or finding
-    return tuple((ns or 0.0) / 1e6 for ns in (of.saving_ns, of.saving_low_ns, of.saving_high_ns))  # type: ignore
+    return tuple((ns or 0.0) / 1e6 for ns in (of.saving_ns, of.saving_low_ns, of.saving_high_ns))
 
 
 def main(folders: list[Path]) -> None:

@@ -96,7 +96,7 @@ def measure(make: Callable[[], Loop], device: str, seconds: float) -> Iterator[d
                 loop.model(loop.batch).square().mean().backward()
             single()
 
-        loop.step = accumulated  # type: ignore[method-assign]
+        loop.step = accumulated
     with tempfile.TemporaryDirectory() as folder:
         sessions: dict[str, Session | None] = {"bare": None}
         for name, num_clean in (("free running", 1), ("clean window", 10**9)):

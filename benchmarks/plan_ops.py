@@ -33,7 +33,7 @@ def case(name: str, **variants: dict[str, Any]) -> Callable[[Callable[..., Any]]
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         for variant, values in (variants or {"": {}}).items():
-            CASES[f"{name} {variant}".strip()] = lambda values=values: make(**values)  # type: ignore[misc]
+            CASES[f"{name} {variant}".strip()] = lambda values=values: make(**values)
         return make
 
     return register

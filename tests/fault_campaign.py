@@ -325,7 +325,7 @@ def _serve(parent_id: int) -> None:
             status="ok", samples_device_ns=[1000, 1001], samples_host_ns=[1000, 1001], environment={"torch": "2"}
         )
 
-    sys.modules["stepscope.sweep.point_stages"] = SimpleNamespace(run_stages=run_stages)  # type: ignore[assignment]
+    sys.modules["stepscope.sweep.point_stages"] = SimpleNamespace(run_stages=run_stages)
     server._import_torch, server._has_touched_cuda = lambda: None, lambda: False
     server.serve("fork", parent_id)
     os._exit(0)
@@ -340,7 +340,7 @@ def _bench(folder: Path, fault: Fault) -> tuple[int, list[str]]:
         place = Place(folder=folder / "sweep", command="test", resume=True, resume_command="test --resume")
         with place.open() as results:
             with fake_server() as server:
-                runner = Runner(SimpleNamespace(gate={}), server, results, Options(timeout_s=60))  # type: ignore[arg-type]
+                runner = Runner(SimpleNamespace(gate={}), server, results, Options(timeout_s=60))
                 run_points(points(), results, runner.run)
             write_tables(results, "test")
         text = (folder / "sweep" / "results.csv").read_text()
@@ -367,9 +367,9 @@ def _study(folder: Path, fault: Fault) -> tuple[int, list[str]]:
             questions=(Question("How long?", lambda tables: "So long.", (table,)),),
             files={"times.csv": "times"},
         )
-        execute.find = lambda name: SimpleNamespace(gate={})  # type: ignore[assignment]
-        start.Server = lambda how: fake_server()  # type: ignore[assignment, misc]
-        files.need = write.need = lambda package: None  # type: ignore[attr-defined]
+        execute.find = lambda name: SimpleNamespace(gate={})
+        start.Server = lambda how: fake_server()
+        files.need = write.need = lambda package: None
         plan = execute.Plan(study=study, mode="quick", device="cpu", points={"times": points()})
         where = folder / "study"
         execute.begin(plan, where, "fake", "test", True, "test --resume")
@@ -431,7 +431,7 @@ def _cache(folder: Path, fault: Fault) -> tuple[int, list[str]]:
 
         cache.WORTH_KEEPING, cache._SETTLED_NS = 1, 0
         if not may_read:
-            cache.read_trace = None  # type: ignore[assignment]
+            cache.read_trace = None
         found = cache.open_trace(trace)
         before = load_ceilings("x")
         save_ceilings(Ceilings("x", {"fp32": 1}, 2, "now", "2"))

@@ -54,7 +54,7 @@ def test_what_an_encoding_cannot_say_is_replaced():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     write(["a", "é\n"], stream)
 
-    assert stream.buffer.getvalue() == b"a?\n"  # type: ignore[attr-defined]
+    assert stream.buffer.getvalue() == b"a?\n"
 
 
 def test_bars_stay_bars_where_there_is_only_ascii():

@@ -52,7 +52,7 @@ def training(start: float = 0.0, name: str = "gemm") -> TraceBuilder:
 
 def exported(linked: Linked, folder: Path, findings: tuple[Finding, ...] = (), **asked: object) -> tuple[dict, Path]:
     path = folder / "out.json.gz"
-    write_texts(path, perfetto_texts(select(linked, **asked), findings))  # type: ignore[arg-type]
+    write_texts(path, perfetto_texts(select(linked, **asked), findings))
     return json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal), path
 
 
@@ -123,7 +123,7 @@ def links_of(linked: Linked, shift_ns: int = 0) -> pl.DataFrame:
 
 def check_round_trip(linked: Linked, folder: Path, **asked: object) -> dict:
     """The kept part reads back with the same events and links."""
-    selection = select(linked, **asked)  # type: ignore[arg-type]
+    selection = select(linked, **asked)
     document, path = exported(linked, folder, **asked)
     again = link(read_trace(path, workers=1))
     shift = document["baseTimeNanoseconds"] - linked.trace.facts.base_time_ns

@@ -16,7 +16,7 @@ NASTY = '</script><b>"\n\u202e'
 
 
 def made(linked: Linked, **asked: object) -> tuple[dict, int]:
-    speedscope = Speedscope(select(linked, **asked), "trace")  # type: ignore[arg-type]
+    speedscope = Speedscope(select(linked, **asked), "trace")
     return json.loads("".join(speedscope.texts())), speedscope.num_cut
 
 

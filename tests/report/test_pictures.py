@@ -29,7 +29,7 @@ from stepscope.render.png.pictures import png_of
 
 def size_of(png: bytes) -> tuple[int, int]:
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", png[16:24])  # type: ignore[return-value]
+    return struct.unpack(">II", png[16:24])
 
 
 @pytest.mark.parametrize("chart", charts(), ids=lambda chart: chart.id)
