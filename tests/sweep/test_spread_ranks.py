@@ -6,6 +6,7 @@ The engine here runs each order in this process, as a cluster would on a node. R
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
@@ -111,6 +112,18 @@ def test_errors_are_those_of_reading_here(nodes, folder, tmp_path):
         analyze(folder, step=7, on="ray")
 
 
+def test_traces_that_do_not_say_their_ranks_are_named(nodes, tmp_path):
+    for name in ("a", "b"):
+        TraceBuilder().step(1, 0, 100).op("aten::mm", 1, 5, id=1).launch("gemm", 2, (5, 9), id=1).write(
+            tmp_path / f"{name}.json"
+        )
+    here, there = diagnose(tmp_path), diagnose(tmp_path, on="ray")
+
+    assert (
+        any("nor their names say their ranks" in note for note in there.warnings) and here.warnings == there.warnings
+    )
+
+
 def test_two_traces_of_one_rank_are_refused(nodes, folder, tmp_path):
     (tmp_path / "ranks" / "worker11.json").write_bytes((tmp_path / "ranks" / "worker1.json").read_bytes())
     for on in ("local", "ray"):
@@ -129,6 +142,7 @@ def test_few_answers_wait_to_be_taken(nodes, tmp_path):
     taken = spread_over("ray", {"jobs": 3})("operator", "itemgetter", [(str(tmp_path), n) for n in range(20)])
 
     next(taken)
+    time.sleep(0.2)  # more of them would be begun meanwhile
     assert len(nodes.orders) <= 4
     assert len(list(taken)) == 19 and len(nodes.orders) == 20
 
