@@ -17,7 +17,7 @@ def phases(folder, data_ms, label="data", device_data_ms=None):
     if device_data_ms is not None:
         device = {"device_ns": {label: device_data_ms * MS, "forward": (10 - device_data_ms) * MS}}
     lines = [
-        sample(i, host_ns={label: data_ms * MS, "forward": (10 - data_ms) * MS}, **device) for i in range(8)
+        sample(i, host_ns={label: int(data_ms * MS), "forward": int((10 - data_ms) * MS)}, **device) for i in range(8)
     ]  # fmt: skip
     facts = {"environment": GPU} if device else {}
     return open_session(write_recording(folder, cpu_facts(trace=None, **facts), lines), use_cache=False).case
@@ -33,7 +33,12 @@ def test_a_processor_that_waits(tmp_path, label, confidence):
 
 
 def test_little_of_a_step_on_a_processor(tmp_path):
-    assert waiting_for_data(phases(tmp_path, 1)) == []
+    assert waiting_for_data(phases(tmp_path, 0.4)) == []
+
+
+def test_a_tenth_of_a_step_has_its_own_name_and_is_not_unexplained(tmp_path):
+    (finding,) = waiting_for_data(phases(tmp_path, 1))
+    assert finding.saving_ns == 1e6
 
 
 def test_data_that_comes_while_the_gpu_still_works(tmp_path):

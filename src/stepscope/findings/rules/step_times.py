@@ -10,7 +10,7 @@ from stepscope.session.case import WORTH_SHARE
 
 _FIX = "DataLoader(dataset, num_workers=4, pin_memory=True, persistent_workers=True)  # one worker per spare core"
 _CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"
-_WORTH_WITHOUT_GPU = 0.2  # of a step; on a CPU, workers compete with training for the same cores
+_WORTH_WITHOUT_GPU = 0.05  # of a step; on a CPU, workers compete with training for the same cores
 
 
 @rule
