@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Independent targets run in parallel: installing, linting and testing.
 MAKEFLAGS += --jobs=3
 
-.PHONY: demo test quick-tests test-all lint chromium clean
+.PHONY: demo test quick-tests test-all docs lint chromium clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/stepscope run -o runs/demo --force examples/train_gpt.py
@@ -26,6 +26,10 @@ quick-tests: $(VENV)/test.installed chromium
 # With those that take minutes: every fix of verify, compiled plans, the largest campaigns.
 test-all: lint chromium $(HTA)/installed
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-all} $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# The documentation as a site in build/site: a link or an anchor that leads nowhere is an error.
+docs: $(VENV)/test.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
