@@ -9,7 +9,14 @@ torch = pytest.importorskip("torch")
 from stepscope.devices.limits import find_device, known_devices
 from stepscope.planner.allocator import rounded
 from stepscope.planner.emulation.attention_backend import choose
-from stepscope.planner.hardware import Hardware, hardware_of, kept_workspaces, temporary_bytes, usable_bytes
+from stepscope.planner.hardware import (
+    Hardware,
+    hardware_of,
+    host_temporary_bytes,
+    kept_workspaces,
+    temporary_bytes,
+    usable_bytes,
+)
 
 H200 = Hardware((9, 0), 132)
 aten = torch.ops.aten
@@ -152,3 +159,17 @@ def test_a_bias_has_a_workspace_of_its_own():
     }
     assert kept_workspaces(aten.addmm.default, (matrix, matrix, matrix), H200) == {"cuBLAS": 32 << 20}
     assert kept_workspaces(aten.add.Tensor, (matrix, matrix), H200) == {}
+
+
+@pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(0, 100, 77, 51), (0, 64, 1, 64), (3, 33, 65, 129)])
+def test_what_a_product_takes_on_this_cpu(batch, rows, inner, columns):
+    """oneDNN's sums in float32, where the CPU cannot add bfloat16 products: PyTorch's own events of one call."""
+    lead = (batch,) if batch else ()
+    first, second = (torch.ones(*lead, *shape, dtype=torch.bfloat16) for shape in ((rows, inner), (inner, columns)))
+    func = aten.bmm.default if batch else aten.mm.default
+    func(first, second)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        out = func(first, second)
+
+    events = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert [size for size in events if size > 0] == [out.nbytes, *host_temporary_bytes(func, (first, second))]

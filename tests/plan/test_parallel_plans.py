@@ -78,6 +78,7 @@ def predicted(parallel, workload, values, device=None, limit_bytes=None):
     [
         ({"fsdp": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}, "cs336", STEP),
         ({"fsdp": 3, "param_dtype": "bf16"}, "hydra", STEP),
+        ({"fsdp": 2, "param_dtype": "bf16"}, "nano", STEP),
         ({"fsdp": 2, "replicas": 2}, "cs336", STEP),
         ({"ddp": 2}, "cs336", STEP),
         ({"ddp": 2}, "cs336", {"preset": "small", "mode": "step", "seq_len": 32, "batch": 1}),

@@ -22,6 +22,7 @@ from stepscope.planner.hardware import (
     Hardware,
     hardware_of,
     hidden,
+    host_temporary_bytes,
     kept_workspaces,
     temporary_bytes,
     unknown_bytes,
@@ -285,6 +286,8 @@ class _Recorder:
             if (why := hidden(func, args, self._hardware is None)) is not None:
                 self.unseen[name] = why
         if self._hardware is None:
+            for size in host_temporary_bytes(func, args):
+                self.storages.gave_back(self.storages.took(size, name, TEMPORARY, self._current_phase(), "cpu"))
             return
         self.unknown_bytes = max(self.unknown_bytes, unknown_bytes(func, args, out))
         # One workspace per handle, and one handle per thread: autograd's backward runs in another thread.

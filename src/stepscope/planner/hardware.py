@@ -121,6 +121,7 @@ ROWS_PER_THREAD = 10  # of a segment of equal indices in the backward of an embe
 LONGEST_TRANSFORM = 32768  # that one cuFFT kernel handles without a workspace
 LARGEST_FACTOR = 127  # of a length that cuFFT transforms factor by factor
 LONGEST_SMALL_SORT = 4096  # rows up to this length are sorted in place
+LARGEST_PLAIN_PRODUCT = 16**3  # multiplications of a bfloat16 product that PyTorch does without oneDNN
 FEW_INDICES = 3072  # that the backward of an embedding handles without sorting
 
 
@@ -136,6 +137,27 @@ def temporary_bytes(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> li
         return attention.workspace_bytes(func, args[1], args[2], hardware.num_processors)
     rule = _RULES.get(func)
     return [rule(func, args, kwargs, hardware)] if rule is not None else []
+
+
+def host_temporary_bytes(func: Any, args: Any) -> list[int]:
+    """Return the sizes of an op's scratch memory on this machine's CPU.
+
+    If the CPU has AVX-512 but no bfloat16 products, oneDNN sums them in a float32 matrix per thread.
+    """
+    if func not in GEMMS or args[-1].dtype is not torch.bfloat16 or not _sums_bfloat16_in_float32():
+        return []
+    first, second = args[-2:]
+    (rows, inner), columns = first.shape[-2:], second.shape[-1]
+    num_matrices = first.numel() // max(1, rows * inner)
+    if num_matrices * rows * inner * columns <= LARGEST_PLAIN_PRODUCT:
+        return []
+    num_sums = min(num_matrices, torch.get_num_threads()) * 64 * -(-rows * columns // 64)
+    return [4 * num_sums + 128]  # aligned
+
+
+def _sums_bfloat16_in_float32() -> bool:
+    has_products: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not has_products()
 
 
 def kept_workspaces(func: Any, args: Any, hardware: Hardware) -> dict[str, int]:
