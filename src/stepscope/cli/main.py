@@ -40,6 +40,7 @@ GROUPS = {
         "export": "export a trace to Perfetto, speedscope, CSV or Parquet",
     },
     "for this machine": {
+        "demo": "measure a built-in script, and open its page",
         "list": "list workloads, rules, fixes and studies",
         "doctor": "show what Stepscope can measure here",
         "mcp": "serve recordings and traces to a coding agent",

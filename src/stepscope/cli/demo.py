@@ -1,0 +1,42 @@
+"""Measure a built-in training script, find what is wrong with it, and open the page: a first look in a minute.
+
+The script trains a small picture classifier on this machine, without data or a network. Its recording is like that
+of any script: try `diagnose`, `verify` and `improve` on it (docs/tutorial.md).
+
+examples:
+  stepscope demo
+  stepscope demo -o runs/first --no-open
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from stepscope.cli.support.output import tell
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder (default: runs/demo)"
+    )
+    parser.add_argument("--no-open", action="store_true", help="write the page, but do not open it")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    script = Path(__file__).parents[1] / "workloads" / "demo.py"
+    package = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+
+    def verb(*words: str) -> int:
+        command = [sys.executable, "-m", "stepscope", *words]
+        tell(f"stepscope demo: stepscope {' '.join(words)}")
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode
+
+    folder = str(arguments.output)
+    page = ["report", folder, "--force", *([] if arguments.no_open else ["--open"])]
+    for words in (["run", "-o", folder, "--force", str(script)], ["diagnose", folder], page):
+        if code := verb(*words):
+            return code
+    return 0
