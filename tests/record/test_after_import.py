@@ -23,7 +23,7 @@ def module(tmp_path, monkeypatch):
 
 
 def watch(events):
-    return AfterImport("hooked", before=lambda: events.append("before"), after=lambda: events.append("after"))
+    return AfterImport({"hooked": lambda: events.append("after")}, before=lambda: events.append("before"))
 
 
 def test_both_functions_run_around_the_import_and_then_never_again(module):
@@ -57,7 +57,7 @@ def test_an_import_that_fails_is_waited_for_again(module):
 
 def test_two_hooks_on_one_module_both_run(module):
     watch(module)
-    AfterImport("hooked", after=lambda: module.append("other"))
+    AfterImport({"hooked": lambda: module.append("other")})
     importlib.util.find_spec("hooked")
     importlib.import_module("hooked")
     assert sorted(module) == ["after", "before", "other", "runs"]
@@ -88,3 +88,10 @@ def test_a_removed_hook_does_nothing(module):
     hook.remove()
     importlib.import_module("hooked")
     assert module == ["runs"]
+
+
+def test_one_hook_waits_for_each_of_its_modules(module):
+    hook = AfterImport({name: lambda name=name: module.append(name) for name in ("hooked", "hooked_too")})
+    importlib.import_module("hooked")
+    assert module == ["runs", "hooked"] and sys.meta_path.count(hook) == 1
+    hook.remove()

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import stepscope
+from stepscope.recorder import usual_steps
 from stepscope.recorder.session import Session
 from stepscope.recorder.usual_steps import UsualSteps
 from stepscope.recorder.windows import Windows
@@ -236,3 +240,26 @@ def test_time_between_two_usual_steps_belongs_to_one_of_them(tmp_path, monkeypat
     # Nothing is interpreted before 250 ms have passed or the loop ends: these steps follow each other without a gap.
     ends = [line["start_ns"] + line["wall_ns"] for line in free]
     assert sum(end == line["start_ns"] for end, line in zip(ends, free[1:])) > len(free) / 2
+
+
+def test_a_usual_step_calls_one_function_of_ours_per_hook(tmp_path, monkeypatch):
+    monkeypatch.setattr(usual_steps, "INTERPRET_NS", 10**18)  # what is done every quarter of a second is not counted
+    ours, called = str(Path(stepscope.__file__).parent), Counter[str]()
+
+    def profile(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            called[frame.f_code.co_name] += 1
+
+    loader = iter(DataLoader(TensorDataset(torch.zeros(NUM_STEPS * 4, 8)), batch_size=4))
+
+    def from_loader(step: int, training: Training) -> None:
+        sys.setprofile(profile if step >= NUM_STEPS - 2 else None)
+        batch = next(loader)[0]
+        training.model(given=batch, num=1).square().mean().backward()
+        training.update()
+        sys.setprofile(None)
+
+    _record(tmp_path / "x", from_loader, Windows(warmup=2, clean=1, trace=0, memory=0), collects=False)
+
+    once = ("fetch", "forward_begins", "batch_size", "backward", "begins", "ended", "_end")
+    assert called == {**dict.fromkeys(once, 2), "__call__": 4}  # of the model, and of the network in it

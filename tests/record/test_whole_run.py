@@ -228,7 +228,7 @@ def _simulate(folder: Path, num_steps: int) -> Samples:
             written.event("checkpoint", step, clocks.ns, 3 * SECOND, place="train.py:40 save")
         if step % 10 == 0:
             written.losses.append((clocks.ns, 2.345678))
-        samples.add_usual(step, clocks.ns, clocks.ns + 100 * MS, host_ns, (8192, 8, 1))
+        samples.add_usual(step, 1, iter([(clocks.ns, 100 * MS, host_ns, (8192, 8, 1))]), None)
         clocks.passes(100 * MS)
         if step % 1000 == 0:
             samples.digest()

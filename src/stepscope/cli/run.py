@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     atexit.register(end_late)  # before multiprocessing registers the function that waits for its processes
     start.cancel()
-    AfterImport("torch", after=torch_is_here)
+    AfterImport({"torch": torch_is_here})
     try:
         load = launch.load_module if arguments.module else launch.load_script
         program = load(words[0], words[1:])

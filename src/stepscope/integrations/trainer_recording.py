@@ -115,8 +115,9 @@ class TrainerRecording:
             if at == self._place[1]:
                 return False  # gradients accumulate, or the trainer has this callback twice
             self._place = self._place[0], at
-        if self._session is not None and self._is_active:
-            self._session.explicit_step()
+        session = self._session
+        if session is not None and session is current.session:
+            session.explicit_step()
         return True
 
     @wall.guarded
@@ -137,7 +138,7 @@ class TrainerRecording:
     def metrics(self, are_last: bool = False) -> dict[str, float]:
         """Return the figures of the recording so far, by the names that trackers show.
 
-        They lag behind by a quarter of a second, except the last.
+        They lag behind by up to half a second, except the last.
         """
         found: dict[str, float] = {}
         if self._is_active:
@@ -151,7 +152,7 @@ class TrainerRecording:
         session = cast("Session", self._session)
         if are_last:
             unseen(session.catch_up)
-        found.update(unseen(live.live_metrics, session))
+        found.update(unseen(live.live_metrics, session, are_last))
 
     def end(self, error: BaseException | None = None) -> None:
         """End the recording; `error` is the exception that ended the training."""

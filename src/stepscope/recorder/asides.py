@@ -45,7 +45,7 @@ def install_asides(loop: Loop) -> list[Handle]:
             loop.between.outputs_are_sampled()
 
     return [
-        *_Patches.of_modules(loop),
+        _Patches(loop),
         Patch(logging.Logger, "callHandlers", _labeled(loop, LOGGING)),
         *[Patch(torch, name, samples) for name in ("multinomial", "normal")],  # what torch.distributions calls
         _Garbage(loop),
@@ -57,26 +57,21 @@ def _labeled(loop: Loop, label: str) -> Callable[..., After | None]:
 
 
 class _Patches:
-    """Patches functions of one module, now or as soon as the script imports it."""
+    """Patches the functions of the table, now or as soon as the script imports their modules."""
 
-    def __init__(self, loop: Loop, module: str) -> None:
-        self._loop, self._module = loop, module
-        self._handles: list[Handle] = []
-        if module in sys.modules:
-            self._install()
-        else:
-            self._handles.append(AfterImport(module, after=self._install))
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        modules = dict.fromkeys(module for module, _, _ in _FUNCTIONS)
+        later = {module: functools.partial(self._install, module) for module in modules if module not in sys.modules}
+        self._handles: list[Handle] = [AfterImport(later)]
+        for module in (one for one in modules if one not in later):
+            self._install(module)
 
-    @classmethod
-    def of_modules(cls, loop: Loop) -> list[_Patches]:
-        """Patch every module of the table."""
-        return [cls(loop, module) for module in dict.fromkeys(module for module, _, _ in _FUNCTIONS)]
-
-    def _install(self) -> None:
-        for module, name, label in _FUNCTIONS:
-            *owners, function = name.split(".")
-            owner = functools.reduce(lambda at, one: getattr(at, one, None), owners, sys.modules.get(self._module))
-            if module == self._module and hasattr(owner, function):
+    def _install(self, name: str) -> None:
+        for module, path, label in _FUNCTIONS:
+            *owners, function = path.split(".")
+            owner = functools.reduce(lambda at, one: getattr(at, one, None), owners, sys.modules.get(name))
+            if module == name and hasattr(owner, function):
                 self._handles.append(Patch(owner, function, _labeled(self._loop, label)))
 
     def remove(self) -> None:

@@ -40,8 +40,8 @@ class Between:
         """Look again at which models are trained."""
         self._trained.clear()
 
-    def step_ended(self) -> None:
-        self._num_steps += 1
+    def step_ended(self, num_steps: int = 1) -> None:
+        self._num_steps += num_steps
 
     def training_goes_on(self) -> None:
         """Look again at who calls the next forward without gradients."""

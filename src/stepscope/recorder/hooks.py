@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from stepscope.recorder.asides import install_asides
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.model import drop_hooks
-from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen, without_subclasses
+from stepscope.recorder.modes import unseen
 from stepscope.recorder.patches import After, Around, Handle, Patch, Weak
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.wall import failed
@@ -43,45 +43,30 @@ def install(loop: Loop, probes: Probes) -> list[Handle]:
 
 
 def _optimizer_hooks(loop: Loop) -> list[Handle]:
-    usual = loop.usual
-
     def begins(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         try:
-            with without_subclasses():
-                is_usual = usual.is_on and usual.optimizer_begins(optimizer)
-            if not is_usual:
-                unseen(report, loop.optimizer_begins, optimizer)
+            unseen(report, loop.optimizer_begins, optimizer)
         except Exception as error:
             failed(error)
 
     def ended(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         try:
-            has_modes = num_function_modes() or num_dispatch_modes()
-            if usual.is_on and has_modes:
-                is_usual = unseen(usual.optimizer_ended, optimizer)
-            else:
-                with without_subclasses():
-                    is_usual = usual.is_on and usual.optimizer_ended(optimizer)
-            if not is_usual:
-                unseen(report, loop.optimizer_ended, optimizer)
+            unseen(report, loop.optimizer_ended, optimizer)
         except Exception as error:
             failed(error)
 
     def report(event: Callable[[Any], None], optimizer: Any) -> None:
-        if loop.listens(trains=True):
+        if not torch.compiler.is_compiling() and loop.listens(trains=True):
             event(optimizer)
 
     def made(optimizer: Any, *_args: Any, **_kwargs: Any) -> After:
         return lambda is_made: loop.optimizer_made(optimizer) if is_made else None
 
+    before, after = loop.usual.optimizer_hooks(begins, ended)
     return [
         Patch(torch.optim.Optimizer, "__init__", made),
-        register_optimizer_step_pre_hook(begins),
-        register_optimizer_step_post_hook(ended),
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
     ]
 
 
@@ -140,7 +125,7 @@ def _backward_patches(loop: Loop) -> list[Handle]:
 
     # The second argument is the position of `create_graph` when it is passed by position.
     return [
-        Patch(torch.autograd, "backward", functools.partial(begins, 3)),
+        Patch(torch.autograd, "backward", functools.partial(begins, 3), usual.around_backward),
         Patch(torch.autograd, "grad", functools.partial(begins, 4)),
     ]
 
@@ -164,11 +149,12 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
         probes.facts.setdefault("loader", {name: getattr(loader, name) for name in _LOADER})
         return True
 
+    def is_first(iterator: Any) -> bool:
+        return bool(iterator._num_yielded == 0)
+
     # Making an iterator and waiting for its first batch happens once an epoch: with workers, it can take seconds.
     return [
-        Patch(
-            _BaseDataLoaderIter, "__next__", functools.partial(begins, lambda iterator: iterator._num_yielded == 0)
-        ),
+        Patch(_BaseDataLoaderIter, "__next__", functools.partial(begins, is_first), usual.around_data),
         Patch(DataLoader, "__iter__", functools.partial(begins, makes_iterator)),
     ]
 

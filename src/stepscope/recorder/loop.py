@@ -370,8 +370,7 @@ class Loop:
 
     def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
         """End the step here, for `stepscope.step()`."""
-        is_usual = tokens is loss is None and self.usual.is_on and self.usual.explicit_step()
-        if is_usual or not self.listens():
+        if not self.listens():
             return
         self._open()
         self.facts.give(tokens, None if self.is_free else loss)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stepscope.recorder.ledger.nodes import backward_runs
-from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen, without_subclasses
+from stepscope.recorder.modes import is_traced, num_dispatch_modes, num_function_modes, unseen
 from stepscope.recorder.patches import remove_all
 from stepscope.recorder.values import items_of, modules_in, parameters_in, tensors_in
 from stepscope.recorder.wall import failed
@@ -31,7 +31,6 @@ class Usual(Protocol):
     is_inside: bool
 
     def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
-    def forward_ended(self) -> bool: ...
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -116,15 +115,16 @@ class _CallChain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        if torch.compiler.is_compiling():  # folded by Dynamo, so that a compiled caller is unaffected
+        if is_traced() or torch.compiler._is_compiling_flag:
             return (self.call or module._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
-        if getrefcount(self) > _NUM_REFERENCES + len(self.hooks) or module is None:
+        hooks = self.hooks
+        if getrefcount(self) > _NUM_REFERENCES[bool(kwargs)] + len(hooks) or module is None:
             # A script that copies a module's `__dict__` by hand copies this too: the caller's `self` is another one.
             called = _getframe(1).f_locals.get("self", module)
             if called is not module:
                 return (self.inner or called._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
         call = self.call or module._call_impl  # type: ignore[union-attr]
-        if len(self.hooks) == 1 and (usual := self.hooks[0].usual) is not None and usual.is_on:
+        if len(hooks) == 1 and (usual := hooks[0].usual) is not None and usual.is_on:
             if usual.is_inside:
                 return call(*args, **kwargs)
             is_usual = False
@@ -132,19 +132,19 @@ class _CallChain:
                 if num_function_modes() or num_dispatch_modes():
                     is_usual = unseen(usual.forward_begins, module, args, kwargs)
                 else:
-                    with without_subclasses():
-                        is_usual = usual.forward_begins(module, args, kwargs)
+                    is_usual = usual.forward_begins(module, args, kwargs)
             except Exception as error:
                 failed(error)
             if is_usual:
                 try:
                     return call(*args, **kwargs)
                 finally:
-                    try:
-                        if not usual.forward_ended() and self.hooks:
+                    usual.is_inside = False
+                    if self.hooks and not usual.is_on:  # something unusual has happened inside
+                        try:  # type: ignore[unreachable]
                             unseen(self.hooks[0].end, module)
-                    except Exception as error:
-                        failed(error)
+                        except Exception as error:
+                            failed(error)
         begun: list[CallHooks] = []
         try:
             # A hook may end a step, and with it begin or end a window that hooks this module too.
@@ -172,14 +172,14 @@ class _Counter(_CallChain):
         return getrefcount(self)
 
 
-def _num_references() -> int:
+def _num_references(**kwargs: Any) -> int:
     """Return how many references a chain has that is being called and that its module alone holds."""
     module = nn.Module()
     module.__dict__["_compiled_call_impl"] = _Counter(module)
-    return int(nn.Module._wrapped_call_impl(module))
+    return int(nn.Module._wrapped_call_impl(module, **kwargs))
 
 
-_NUM_REFERENCES = _num_references()  # Python versions differ
+_NUM_REFERENCES = _num_references(), _num_references(given=None)  # Python versions differ
 
 
 class CallHooks:
@@ -289,20 +289,15 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     BatchSize(num_tokens=None, num_samples=1)
     """
     # This runs at every step: sizes that were seen before are looked up.
-    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-        return _known_size((args[0].shape, args[0].dtype), args, kwargs)
-    key: list[Any] = [*kwargs]
-    for value in (*args, *kwargs.values()):
+    parts: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()) if kwargs else args:
         if type(value) is torch.Tensor:
-            key.append((value.shape, value.dtype))
+            parts += value.shape, value.dtype
         elif value is None or isinstance(value, (int, float, str)):
-            key.append(None)
+            parts.append(None)
         else:
             return unseen(_new_batch_size, args, kwargs)  # a subclass of Tensor would see what is read from it
-    return _known_size(tuple(key), args, kwargs)
-
-
-def _known_size(key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
+    key = tuple(parts)
     found = _known_sizes.get(key)
     if found is None:
         if len(_known_sizes) >= MAX_SIZES:

@@ -19,6 +19,12 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+is_traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether torch.compile traces the caller. Dynamo folds it to a constant, so that compiled code is unaffected.
+
+`torch.compiler.is_compiling()` is also true in an export, and takes two calls more.
+"""
+
 _taken_off: list[list[Any]] = []  # by each running `unseen`, the topmost mode first
 
 

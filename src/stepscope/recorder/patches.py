@@ -23,6 +23,7 @@ class Handle(Protocol):
 H = TypeVar("H", bound=Handle)
 After = Callable[[bool], object]
 """Called after the original, with whether it has returned."""
+Shortcut = Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
 
 
 def remove_all(handles: list[H]) -> None:
@@ -72,10 +73,13 @@ class Patch(_Replaced):
     """Calls `before(*args, **kwargs)` ahead of `owner.name`, and what that returns, if anything, after it.
 
     Code that torch.compile traces goes straight to the original. Dynamo folds the check to a constant, so compiled
-    code is the same with and without the patch.
+    code is the same with and without the patch. `shortcut(original, wrapper)` returns a function that is put in place
+    of the wrapper, and calls it if need be.
     """
 
-    def __init__(self, owner: Any, name: str, before: Callable[..., After | None]) -> None:
+    def __init__(
+        self, owner: Any, name: str, before: Callable[..., After | None], shortcut: Shortcut | None = None
+    ) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -108,8 +112,9 @@ class Patch(_Replaced):
                 except Exception as error:
                     failed(error)
 
-        wrapper.before = before  # type: ignore[attr-defined]
-        super().__init__(owner, name, original, wrapper)
+        placed = wrapper if shortcut is None else functools.wraps(original)(shortcut(original, wrapper))
+        placed.before = before  # type: ignore[attr-defined]
+        super().__init__(owner, name, original, placed)
 
 
 class Around(_Replaced):

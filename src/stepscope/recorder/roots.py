@@ -175,7 +175,7 @@ class ModuleCalls:
         if "torch._dynamo" in sys.modules:
             self._watch_compile()
         else:
-            self._handles.append(AfterImport("torch._dynamo", before=self._detach, after=self._dynamo_imported))
+            self._handles.append(AfterImport({"torch._dynamo": self._dynamo_imported}, before=self._detach))
         self._attach()
 
     def _dynamo_imported(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial, reduce
+from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from stepscope.recorder import current, files, hooks, wall, windows
 from stepscope.recorder.clock import BETWEEN_STEPS, Clock, TimedStep
+from stepscope.recorder.history.noted import UsualStep
 from stepscope.recorder.history.whole_run import WholeRun
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.modes import unseen
@@ -49,22 +50,19 @@ class Session:
     ) -> None:
         if model is None and windows.warmup < 2:
             raise ValueError("warmup must be at least 2: the first two steps are used to find the model")
-        self.folder = folder
-        self.is_script = is_script
+        self.folder, self.is_script = folder, is_script
         self._windows, self._model = windows, model
         self._tokens_per_step, self._exit_after = tokens_per_step, exit_after
         self._inference, self._on_roots = inference, on_roots
         self._progress = Progress(windows, exit_after, progress or (lambda _line: None))
         self._last_ns = 0  # of the last step
-
         self._pid = os.getpid()
         self._handles: list[Handle] = []
         self._trace_handles: list[Handle] = []
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts, memory_in_full)
         self._loop = Loop(self._clock, self._step_ended)
-        self._loop.usual.step_ended, self._loop.usual.interpreted = self._usual_step_ended, self._go_on
-        self.explicit_step = partial(wall.guarded(unseen), self._loop.explicit_step)
+        self._loop.usual.steps_ended, self._loop.usual.interpreted = self._usual_steps_ended, self._go_on
         self.phase, self.stop_listening = self._loop.phase, self._loop.stop_listening
         self.aside_begins, self.aside_ended = self._loop.aside_begins, self._loop.aside_ended
         self._roots = self._loop.roots
@@ -253,15 +251,18 @@ class Session:
         elif self._window == windows.CLEAN and self._probes.device is None:
             self._loop.start_usual(in_full=True, most_steps=1)
 
-    def _usual_step_ended(
-        self, start_ns: int, end_ns: int, host_ns: dict[str, int], batch: tuple[int, int, int]
-    ) -> None:
-        self._samples.add_usual(
-            self._step, start_ns, end_ns, host_ns, (self._tokens_per_step or batch[0], *batch[1:])
-        )
-        self._step += 1
-        self._last_ns = end_ns - start_ns
-        self._loop.between.step_ended()
+    def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
+        try:
+            if tokens is not None or loss is not None or not self._loop.usual.explicit_step():
+                unseen(self._loop.explicit_step, tokens, loss)
+        except Exception as error:
+            wall.failed(error)
+
+    def _usual_steps_ended(self, num_steps: int, last_ns: int, steps: Iterator[UsualStep]) -> None:
+        self._samples.add_usual(self._step, num_steps, steps, self._tokens_per_step)
+        self._step += num_steps
+        self._last_ns = last_ns
+        self._loop.between.step_ended(num_steps)
 
     def _free_step_ended(self, step: TimedStep) -> None:
         num_compiles, self._num_compiles = self._num_compiles, self._probes.compiler.num_compiles

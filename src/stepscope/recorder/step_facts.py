@@ -143,12 +143,15 @@ class Gradients:
 
 def is_known(given: torch.Tensor, key: int, inputs: Inputs) -> bool:
     """Return whether the same root was called with the same data before."""
-    return any(by == key and _is_same(seen(), given) for seen, by in inputs[-MAX_INPUTS:])
+    for reference, by in inputs[-MAX_INPUTS:]:
+        if by == key and (seen := reference()) is not None and _is_same(seen, given):
+            return True
+    return False
 
 
-def _is_same(seen: torch.Tensor | None, given: torch.Tensor) -> bool:
+def _is_same(seen: torch.Tensor, given: torch.Tensor) -> bool:
     """Return whether an input that is still alive has the same data: itself, or detached from its graph."""
-    if seen is None or seen.shape != given.shape:
+    if seen.shape != given.shape:
         return False
     try:
         return seen is given or (seen.data_ptr() == given.data_ptr() and seen.stride() == given.stride())

@@ -3,32 +3,47 @@
 A usual step fetches data, calls a model in training mode with gradients on, runs a backward after each forward, and
 ends with the one optimizer, or after it with `stepscope.step()`. Whatever else happens goes the long way through
 `Loop`, after all that was noted before.
+
+After milliseconds of computation, nothing of ours is in the core's caches, and each function called costs
+microseconds. So what runs in each step is one function per hook, and the writer's thread adds up the steps.
 """
 
 import time
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from stepscope.recorder.clock import BEFORE_FORWARD, DATA, OTHER, UNATTRIBUTED, Clock
+from stepscope.recorder.clock import Clock
 from stepscope.recorder.history.losses import LossSampler
+from stepscope.recorder.history.noted import (
+    BACKWARD,
+    BACKWARD_ENDED,
+    DATA,
+    DATA_ENDED,
+    END,
+    FORWARD,
+    OPTIMIZER,
+    OPTIMIZER_ENDED,
+    Event,
+    UsualStep,
+    usual_steps,
+)  # fmt: skip
 from stepscope.recorder.model import batch_size
-from stepscope.recorder.modes import unseen
+from stepscope.recorder.modes import is_traced, unseen, without_subclasses
 from stepscope.recorder.step_ends import EXPLICIT, StepFinder
 from stepscope.recorder.step_facts import Forward, Inputs, is_known
 from stepscope.recorder.values import is_plain
+from stepscope.recorder.wall import failed
 
 INTERPRET_NS = 250_000_000
 # After fewer usual steps in a row than this, the next ones take the long way: twice as many each time, up to a limit.
 LEAST_IN_A_ROW, MAX_REST = 8, 64
 
-_FORWARD, _BACKWARD, _BACKWARD_ENDED, _DATA, _DATA_ENDED, _OPTIMIZER, _OPTIMIZER_ENDED, _END = range(8)
-_Event = tuple[int, int, Any]  # one of these, when, and what is known about it
+Hook = Callable[[Any, Any, Any], None]
 
 
 class UsualLoop(Protocol):
@@ -49,6 +64,13 @@ class UsualLoop(Protocol):
 class UsualSteps:
     """Notes the events of usual steps while `is_on`. The methods for what begins return whether it is usual."""
 
+    __slots__ = (
+        *("_clock", "_due_ns", "_events", "_fetches", "_first_of_step", "_inputs", "_is_explicit", "_is_odd"),
+        *("_loop", "_num_in_a_row", "_num_left", "_num_noted", "_num_odd", "_num_rested", "_optimizer", "_owner"),
+        *("_rest", "_root", "_steps", "_thread", "_waits", "in_full", "interpreted", "is_inside", "is_interpreting"),
+        *("is_on", "losses", "steps_ended"),
+    )
+
     def __init__(self, loop: UsualLoop, clock: Clock) -> None:
         self.is_on = False
         self.is_inside = False
@@ -56,19 +78,24 @@ class UsualSteps:
         self.in_full = False
         """Whether each phase is noted with its loss, and each step interpreted when it ends."""
         self.is_interpreting = False
-        self.step_ended: Callable[[int, int, dict[str, int], tuple[int, int, int]], None]
-        """Called with the start, end, phases and batch of each step that was interpreted the short way."""
+        self.steps_ended: Callable[[int, int, Iterator[UsualStep]], None]
+        """Called with their number, the length of the last, and the steps, which another thread may go through."""
         self.interpreted: Callable[[], None]
         """Called at the end of a step when all that was noted has been interpreted."""
         self.losses: LossSampler | None = None
         """Samples the losses of free running."""
         self._loop, self._clock = loop, clock
-        self._events: list[_Event] = []
+        self._events: list[Event] = []
         self._inputs: Inputs = []  # of the open step
         self._thread: int | None = None
         self._optimizer: Callable[[], Any] = lambda: None
         self._owner: Any = None  # the number of the optimizer that ends a step, or EXPLICIT
+        self._is_explicit = False
         self._waits = self._fetches = self._steps = False  # for a backward, for data, inside the optimizer
+        self._root: int | None = None  # the model of the open step
+        self._is_odd = False  # whether the open step has to be replayed
+        self._num_noted = self._num_odd = 0  # steps
+        self._first_of_step = 0  # event of the open step
         self._due_ns = self._num_left = 0
         self._num_in_a_row = self._rest = self._num_rested = 0
 
@@ -79,6 +106,7 @@ class UsualSteps:
             return
         self.is_on = True
         self._thread, self._owner, self.in_full = thread, owner, in_full
+        self._is_explicit = owner == EXPLICIT
         self._optimizer = weakref.ref(optimizer)
         self._num_left = most_steps
         self._due_ns = 0 if in_full else time.perf_counter_ns() + INTERPRET_NS
@@ -92,17 +120,42 @@ class UsualSteps:
         given = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(given, torch.Tensor):
             if self._inputs:
-                look = is_known if type(given) is torch.Tensor else partial(unseen, is_known)
-                was_seen = look(given, key, self._inputs)
+                with without_subclasses():
+                    was_seen = is_known(given, key, self._inputs)
             seen = weakref.ref(given)
             self._inputs.append((seen, key))
+        if self._root is None:
+            self._root = key
+        elif self._root != key:
+            self._is_odd = True
         forward = key, weakref.ref(root), batch_size(args, kwargs), seen, was_seen
-        self._events.append((_FORWARD, now, forward))
+        self._events.append((FORWARD, now, forward))
         return True
 
-    def forward_ended(self) -> bool:
-        self.is_inside = False
-        return self.is_on  # or something unusual has happened inside
+    def around_backward(self, original: Callable[..., Any], long_way: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes the place of `torch.autograd.backward`."""
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if (
+                is_traced()
+                or not self._waits
+                or not self.is_on
+                or self.is_inside
+                or self.in_full
+                or (self.losses is not None and self.losses.is_due)
+                or get_ident() != self._thread
+            ):
+                return long_way(*args, **kwargs)
+            self.is_inside, self._waits = True, False
+            self._events.append((BACKWARD, time.perf_counter_ns(), None))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.is_inside = False
+                if not self.is_on:
+                    _guarded(self._loop.backward_ended)  # type: ignore[unreachable]
+
+        return backward
 
     def backward_begins(self, tensors: Any) -> bool:
         if not self._waits or self.is_inside or get_ident() != self._thread:
@@ -113,7 +166,7 @@ class UsualSteps:
             loss = _loss(tensors) if type(tensors) is torch.Tensor else unseen(_loss, tensors)
         else:
             self.sample_loss(tensors)
-        self._events.append((_BACKWARD, time.perf_counter_ns(), loss))
+        self._events.append((BACKWARD, time.perf_counter_ns(), loss))
         return True
 
     def sample_loss(self, loss: Any) -> None:
@@ -125,64 +178,113 @@ class UsualSteps:
         if not self.is_on:
             self._loop.backward_ended()
         elif self.in_full:
-            self._events.append((_BACKWARD_ENDED, time.perf_counter_ns(), None))
+            self._events.append((BACKWARD_ENDED, time.perf_counter_ns(), None))
+
+    def around_data(self, original: Callable[..., Any], long_way: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes the place of a DataLoader's `__next__`."""
+
+        def fetch(iterator: Any) -> Any:
+            if (
+                is_traced()
+                or not self.is_on
+                or self.is_inside
+                or self._fetches
+                or self._steps
+                or get_ident() != self._thread
+                or not getattr(iterator, "_num_yielded", 0)
+            ):
+                return long_way(iterator)
+            self._fetches = True
+            self._events.append((DATA, time.perf_counter_ns(), False))
+            try:
+                return original(iterator)
+            finally:
+                self._fetches = False
+                if self.is_on:
+                    self._events.append((DATA_ENDED, time.perf_counter_ns(), None))
+                else:
+                    _guarded(self._loop.data_ended)  # type: ignore[unreachable]
+
+        return fetch
 
     def data_begins(self, starts: bool) -> bool:
         if self.is_inside or self._fetches or self._steps or get_ident() != self._thread:
             return False
         self._fetches = True
-        self._events.append((_DATA, time.perf_counter_ns(), starts))
+        self._is_odd |= starts
+        self._events.append((DATA, time.perf_counter_ns(), starts))
         return True
 
     def data_ended(self, _has_returned: bool) -> None:
         self._fetches = False
         if self.is_on:
-            self._events.append((_DATA_ENDED, time.perf_counter_ns(), None))
+            self._events.append((DATA_ENDED, time.perf_counter_ns(), None))
         else:
             self._loop.data_ended()
 
-    def optimizer_begins(self, optimizer: Any) -> bool:
-        if self._steps or self.is_inside or optimizer is not self._optimizer() or get_ident() != self._thread:
-            return False
-        self._steps = True
-        if self.in_full:
-            self._events.append((_OPTIMIZER, time.perf_counter_ns(), id(optimizer)))
-        return True
+    def optimizer_hooks(self, long_begins: Hook, long_ended: Hook) -> tuple[Hook, Hook]:
+        """Return the hooks before and after each step of an optimizer."""
 
-    def optimizer_ended(self, optimizer: Any) -> bool:
-        if not self._steps or self.is_inside or optimizer is not self._optimizer() or get_ident() != self._thread:
-            return False
-        self._steps = False
-        if self._owner == EXPLICIT:
+        def begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_traced():
+                return
+            is_usual = self.is_on and not self._steps and not self.is_inside and get_ident() == self._thread
+            if not is_usual or optimizer is not self._optimizer():
+                long_begins(optimizer, args, kwargs)
+                return
+            self._steps = True
             if self.in_full:
-                self._events.append((_OPTIMIZER_ENDED, time.perf_counter_ns(), None))
-        else:
-            self._end()
-        return True
+                self._events.append((OPTIMIZER, time.perf_counter_ns(), id(optimizer)))
+
+        def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_traced():
+                return
+            is_usual = self.is_on and self._steps and not self.is_inside and get_ident() == self._thread
+            if not is_usual or optimizer is not self._optimizer():
+                long_ended(optimizer, args, kwargs)
+                return
+            self._steps = False
+            try:
+                if not self._is_explicit:
+                    self._end()
+                elif self.in_full:
+                    self._events.append((OPTIMIZER_ENDED, time.perf_counter_ns(), None))
+            except Exception as error:
+                failed(error)
+
+        return begins, ended
 
     def explicit_step(self) -> bool:
         is_busy = self._waits or self._fetches or self._steps or self.is_inside
-        if self._owner != EXPLICIT or is_busy or get_ident() != self._thread:
+        if is_busy or not self.is_on or not self._is_explicit or get_ident() != self._thread:
             return False
         self._end()
         return True
 
     def _end(self) -> None:
         now = time.perf_counter_ns()
-        self._events.append((_END, now, self._owner))
-        self._waits = False
+        is_odd = self._is_odd or self._waits
+        self._events.append((END, now, is_odd))
+        self._waits = self._is_odd = False
+        self._root = None
         self._inputs.clear()
-        self._num_in_a_row += 1
+        self._num_noted += 1
+        self._num_odd += is_odd
         self._num_left -= 1
+        self._first_of_step = len(self._events)
         if now >= self._due_ns or self._num_left <= 0:
-            self._interpret()
-            self.interpreted()
+            _guarded(self._interpret_and_go_on)
+
+    def _interpret_and_go_on(self) -> None:
+        self._interpret()
+        self.interpreted()
 
     def stop(self) -> None:
-        """Tell the loop all that was noted. The open step goes on the long way."""
-        self._rest = 0 if self._num_in_a_row >= LEAST_IN_A_ROW else min(MAX_REST, 2 * self._rest + 1)
-        self._num_in_a_row = self._num_rested = 0
+        """Tell the loop all that was  The open step goes on the long way."""
+        num_in_a_row = self._num_in_a_row + self._num_noted
+        self._rest = 0 if num_in_a_row >= LEAST_IN_A_ROW else min(MAX_REST, 2 * self._rest + 1)
         self._interpret()
+        self._num_in_a_row = self._num_rested = 0
         optimizer = self._optimizer()
         if self._steps and not self.in_full and optimizer is not None:
             self._loop.usual_optimizer_begins(id(optimizer))
@@ -191,95 +293,86 @@ class UsualSteps:
     def forget(self) -> None:
         """Note nothing from here on."""
         self.is_on = self.is_inside = self._waits = self._fetches = self._steps = False
-        self._events.clear()
+        self._take()
         self._inputs.clear()
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        self._num_in_a_row += self._num_noted
+        self._num_noted = self._num_odd = self._first_of_step = 0
+        self._root, self._is_odd = None, False
+        return events
 
     def _interpret(self) -> None:
         self.is_on, self.is_interpreting = False, True
-        events, self._events = self._events, []
+        num_noted, num_odd, first = self._num_noted, self._num_odd, self._first_of_step
+        events = self._take()
         try:
             with self._clock.stopped():
-                first = num_short = 0
-                for i in [i for i, event in enumerate(events) if event[0] == _END]:
-                    step = events[first : i + 1]
-                    is_short = not self.in_full and self._interpret_free_step(step)
-                    if not is_short:
-                        self._replay(step)
-                    num_short += is_short
-                    first = i + 1
+                if self.in_full or num_odd:
+                    num_short = self._interpret_each(events[:first])
+                else:
+                    num_short = num_noted
+                    self._hand_over(events[:first], num_noted)
                 self._loop.finder.saw_again(self._owner, num_short)
                 self._replay(events[first:])
         finally:
             self._clock.stand_at(None)
             self.is_interpreting = False
 
-    def _interpret_free_step(self, events: list[_Event]) -> bool:
-        """Sum up a step of one model. What this does not understand is replayed."""
-        start_ns = cut_ns = self._clock.start_ns
-        label: str | None = None
-        around: str | None = None
-        host_ns: dict[str, int] = {}
-        num_tokens = num_samples = num_passes = 0
-        waiting: Forward | None = None
-        first_key = None
-        following: str | None
-        for kind, ns, what in events:
-            if kind == _BACKWARD:
-                if waiting is not None and not waiting[4]:
-                    num_tokens += waiting[2].num_tokens or 0
-                    num_samples += waiting[2].num_samples or 0
-                    num_passes += 1
-                waiting = None
-                continue
-            if kind == _FORWARD:
-                if waiting is not None or first_key not in (None, what[0]):
-                    return False
-                waiting, first_key = what, what[0]
-                if label == UNATTRIBUTED:
-                    continue
-                name, following = label or BEFORE_FORWARD, UNATTRIBUTED
-            elif kind == _DATA:
-                if what:
-                    return False  # a DataLoader starts
-                name, following, around = label or OTHER, DATA, label
-            elif kind == _DATA_ENDED:
-                name, following = DATA, around
+    def _interpret_each(self, events: list[Event]) -> int:
+        """Hand over steps that are as usual, and replay the others. Return how many were as usual."""
+        first = num_short = 0
+        for i in [i for i, event in enumerate(events) if event[0] == END]:
+            step = events[first : i + 1]
+            if self.in_full or step[-1][2]:
+                self._replay(step)
             else:
-                name, following = label or OTHER, None
-            host_ns[name] = host_ns.get(name, 0) + ns - cut_ns
-            cut_ns, label = ns, following
-        if waiting is not None:
-            return False
-        self.step_ended(start_ns, cut_ns, host_ns, (num_tokens, num_samples, num_passes))
-        self._clock.stand_at(cut_ns)
-        self._clock.begin_step()
-        return True
+                self._hand_over(step, 1)
+                num_short += 1
+            first = i + 1
+        return num_short
 
-    def _replay(self, events: list[_Event]) -> None:
+    def _hand_over(self, events: list[Event], num_steps: int) -> None:
+        if num_steps:
+            start_ns, end_ns = self._clock.start_ns, events[-1][1]
+            last_ns = end_ns - next((ns for kind, ns, _ in reversed(events[:-1]) if kind == END), start_ns)
+            self.steps_ended(num_steps, last_ns, usual_steps(start_ns, events))
+            self._clock.stand_at(end_ns)
+            self._clock.begin_step()
+
+    def _replay(self, events: list[Event]) -> None:
         """Tell the loop what happened, with its clock set to when it did."""
         loop = self._loop
         for i, (kind, ns, what) in enumerate(events):
             goes_on = self.is_inside and i == len(events) - 1
             self._clock.stand_at(ns)
-            if kind == _FORWARD:
+            if kind == FORWARD:
                 loop.usual_forward(what, goes_on)
-            elif kind == _BACKWARD:
+            elif kind == BACKWARD:
                 loop.backward_begins(what)
                 if not self.in_full and not goes_on:
                     loop.backward_ended()
-            elif kind == _BACKWARD_ENDED:
+            elif kind == BACKWARD_ENDED:
                 loop.backward_ended()
-            elif kind == _DATA:
+            elif kind == DATA:
                 loop.data_begins(what)
-            elif kind == _DATA_ENDED:
+            elif kind == DATA_ENDED:
                 loop.data_ended()
-            elif kind == _OPTIMIZER:
+            elif kind == OPTIMIZER:
                 loop.usual_optimizer_begins(what)
-            elif kind == _OPTIMIZER_ENDED:
+            elif kind == OPTIMIZER_ENDED:
                 loop.usual_optimizer_ended()
             else:
-                loop.usual_step_ended(what)
+                loop.usual_step_ended(self._owner)
 
 
 def _loss(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach() if is_plain(tensor) and tensor.numel() == 1 else None
+
+
+def _guarded(function: Callable[[], None]) -> None:
+    try:
+        unseen(function)
+    except Exception as error:
+        failed(error)

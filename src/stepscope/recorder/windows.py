@@ -110,7 +110,7 @@ class Windows:
             totals[name] = totals.get(name, 0) + num_steps
         return totals
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """The number of steps before free running begins."""
         return sum(self.counts().values())

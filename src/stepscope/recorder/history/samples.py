@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from stepscope.recorder import files, windows
 from stepscope.recorder.clock import Clock, TimedStep, read_device_ns
 from stepscope.recorder.history.history import History
+from stepscope.recorder.history.noted import UsualStep
 from stepscope.recorder.history.writer import Writer
 from stepscope.recorder.live.tally import Tally
 from stepscope.recorder.probes import Probes
@@ -34,7 +35,8 @@ class Samples:
         self._writer, self._history = writer, history
         self._file = files.SampleFile(folder / files.SAMPLES_FILE)
         self._pending: list[TimedStep] = []  # steps whose device times have not been read yet
-        self._queue: deque[tuple[Callable[..., str | None], tuple[Any, ...]]] = deque()
+        self._queue: deque[tuple[Callable[..., str | list[str] | None], tuple[Any, ...]]] = deque()
+        self._num_queued = 0  # steps
         self._digests = _thread.allocate_lock()
         if history is not None:
             writer.ticks.append(self.digest)
@@ -60,11 +62,10 @@ class Samples:
         if step.first_event is not None or step.loss is not None:
             self._pending.append(step)
 
-    def add_usual(
-        self, index: int, start_ns: int, end_ns: int, host_ns: dict[str, int], batch: tuple[int, int, int]
-    ) -> None:
-        """Write a step of free running in which nothing but training happened."""
-        self._queue.append((self._usual, (index, start_ns, end_ns - start_ns, host_ns, batch)))
+    def add_usual(self, first: int, num_steps: int, steps: Iterator[UsualStep], num_tokens: int | None) -> None:
+        """Write steps of free running in which nothing but training happened. Digesting them goes through `steps`."""
+        self._num_queued += num_steps
+        self._queue.append((self._usual, (first, steps, num_tokens)))
 
     def add_aside(self, which: str, step: TimedStep) -> None:
         """Write what the loop did before its first step or after its last one."""
@@ -111,7 +112,7 @@ class Samples:
 
     def keep_up(self) -> None:
         """Digest the steps here if the thread that should has not for long."""
-        if len(self._queue) > MOST_QUEUED or not self._writer.has_thread:
+        if self._num_queued > MOST_QUEUED or not self._writer.has_thread:
             self.digest()
 
     def digest(self, waits: bool = False) -> None:
@@ -122,28 +123,32 @@ class Samples:
         if not self._digests.acquire(blocking=waits, timeout=MOST_SECONDS if waits else -1):
             return
         try:
+            self._num_queued = 0
             while queue:
                 digested, values = queue.popleft()
-                if (line := digested(*values)) is not None:
-                    lines.append(line)
+                found = digested(*values)
+                lines += [found] if isinstance(found, str) else found or ()
             self._writer.append(self._file, lines)
         finally:
             self._digests.release()
 
     def _put(self, digested: Callable[..., str | None], *values: Any) -> None:
+        self._num_queued += 1
         self._queue.append((digested, values))
         if not self.waits:
             self.flush()
 
-    # --- one line each --------------------------------------------------------------------------
+    # --- the lines of each ----------------------------------------------------------------------
 
-    def _usual(
-        self, index: int, start_ns: int, wall_ns: int, host_ns: dict[str, int], batch: tuple[int, int, int]
-    ) -> str:
-        self.tally.add(windows.FREE, wall_ns, host_ns, batch)
-        if self._history is not None:
-            self._history.add(index, windows.FREE, start_ns, wall_ns, host_ns, batch)
-        return _line(index, windows.FREE, start_ns, wall_ns, host_ns, batch)
+    def _usual(self, first: int, steps: Iterator[UsualStep], num_tokens: int | None) -> list[str]:
+        lines = []
+        for index, (start_ns, wall_ns, host_ns, seen) in enumerate(steps, first):
+            batch = (num_tokens, *seen[1:]) if num_tokens else seen
+            self.tally.add(windows.FREE, wall_ns, host_ns, batch)
+            if self._history is not None:
+                self._history.add(index, windows.FREE, start_ns, wall_ns, host_ns, batch)
+            lines.append(_line(index, windows.FREE, start_ns, wall_ns, host_ns, batch))
+        return lines
 
     def _step(
         self,

@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 PREFIX = "stepscope/"
 
 
-def live_metrics(session: Session) -> dict[str, float]:
+def live_metrics(session: Session, is_exact: bool = True) -> dict[str, float]:
     """Return what is known so far about a recording that runs in this process, by name; empty before the first step.
 
-    Reads what was noted when steps ended: it does not wait for the GPU, and lags behind by a quarter of a second.
+    Reads what was noted when steps ended: it does not wait for the GPU. Unless `is_exact`, this leaves it to the
+    writer's thread to add up the steps of free running, and lags behind it by up to half a second.
     """
-    session._samples.digest(waits=True)
+    if is_exact or not session._samples.waits:
+        session._samples.digest(waits=True)
     tally, probes = session._samples.tally, session._probes
     if not (recent := tally.recent()):
         return {}
-    own_ns = fmean(own_ns for own_ns, *_ in recent)
+    own_ns = fmean([step[0] for step in recent])
     seconds = (own_ns + tally.between_ns()) / 1e9
     found: dict[str, float | None] = {"steps": tally.num_steps, "step_time_ms": seconds * 1e3}
     for position, unit in ((1, "tokens"), (2, "samples")):

@@ -81,7 +81,7 @@ class Tally:
             self._num_since += 1
             if not self._usual or self._num_since >= REFRESH_AFTER:
                 self._usual, self._num_since = _usual_of(list(self._kept)), 0
-            training_ns, loop_ns = _split(self._kept.popleft(), self._usual)
+            training_ns, loop_ns = _split([self._kept.popleft()], self._usual)
             self._training_ns += training_ns
             self._loop_ns += loop_ns
 
@@ -110,9 +110,7 @@ class Tally:
     def goodput(self) -> float | None:
         """Return the share of training in the loop's wall-clock time, without Stepscope's own work."""
         kept = list(self._kept)
-        usual = _usual_of(kept)
-        parts = [_split(step, usual) for step in kept]
-        training_ns, loop_ns = (sum(part[i] for part in parts) for i in (0, 1))
+        training_ns, loop_ns = _split(kept, _usual_of(kept))
         loop_ns += self._loop_ns
         return (training_ns + self._training_ns) / loop_ns if loop_ns else None
 
@@ -132,13 +130,15 @@ def _undisturbed(steps: list[Step]) -> list[Step]:
     return [step for step in steps if step[0] < _WARMUP] or steps[1:] or steps
 
 
-def _split(step: Step, usual: dict[bool, Usual]) -> tuple[float, float]:
-    """Return how much of a step is training, and how much is part of the loop: not what a probe took longer."""
-    kind, wall_ns, passes, gap, *_ = step
-    middle, limit, usual_gap, gap_limit = usual[kind == _FREE]
-    regular = passes if kind < _WARMUP and passes <= limit else min(passes, middle)
-    training_ns = regular + (min(gap, usual_gap) if gap > gap_limit else gap)
-    return training_ns, wall_ns - (passes - regular if kind == _PROBED else 0)
+def _split(steps: list[Step], usual: dict[bool, Usual]) -> tuple[float, float]:
+    """Return how much of some steps is training, and how much is part of the loop: not what a probe took longer."""
+    training_ns = loop_ns = 0.0
+    for kind, wall_ns, passes, gap, *_ in steps:
+        middle, limit, usual_gap, gap_limit = usual[kind == _FREE]
+        regular = passes if kind < _WARMUP and passes <= limit else min(passes, middle)
+        training_ns += regular + (min(gap, usual_gap) if gap > gap_limit else gap)
+        loop_ns += wall_ns - (passes - regular if kind == _PROBED else 0)
+    return training_ns, loop_ns
 
 
 def _usual_of(steps: list[Step]) -> dict[bool, Usual]:

@@ -6,7 +6,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # as in `typing`, which takes milliseconds to import
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -22,30 +22,32 @@ def _guarded(function: Callable[..., None], *args: object) -> None:
 
 
 class AfterImport:
-    """Calls `before` and `after` around the first import of one module, then removes itself.
+    """Calls a function after the first import of each of some modules, and `before` ahead of it; then removes itself.
 
-    Looking for the module without importing it (`importlib.util.find_spec`) changes nothing.
+    Looking for a module without importing it (`importlib.util.find_spec`) changes nothing. Some packages do that in
+    every step, and Python asks each finder: one for many modules costs less than one for each.
     """
 
-    def __init__(self, name: str, after: Callable[[], None], before: Callable[[], None] | None = None) -> None:
-        self._name, self._after, self._before = name, after, before
-        sys.meta_path.insert(0, self)
+    def __init__(self, after: Mapping[str, Callable[[], None]], before: Callable[[], None] | None = None) -> None:
+        self._after, self._before = dict(after), before
+        if self._after:
+            sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the finders after this one find, with a loader that reports the import."""
-        if fullname != self._name or self not in sys.meta_path:
+        if fullname not in self._after or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find is not None else None
             if spec is not None:
-                _guarded(self._watch, spec.loader)
+                _guarded(self._watch, fullname, spec.loader)
                 return spec
         return None
 
-    def _watch(self, loader: object) -> None:
+    def _watch(self, name: str, loader: object) -> None:
         load = getattr(loader, "exec_module", None)
         if load is None or isinstance(loader, type) or getattr(load, "watcher", None) is self:
             return  # a loader that all modules share, or one that was looked up before
@@ -56,13 +58,15 @@ class AfterImport:
                 loader.exec_module = load  # type: ignore[attr-defined]
             else:
                 vars(loader).pop("exec_module", None)
-            is_first = self in sys.meta_path
+            is_first = name in self._after and self in sys.meta_path
             if is_first and self._before is not None:
                 _guarded(self._before)
             load(module)
             if is_first:
-                self.remove()
-                _guarded(self._after)
+                after = self._after.pop(name)
+                if not self._after:
+                    self.remove()
+                _guarded(after)
 
         exec_module.watcher = self  # type: ignore[attr-defined]
         loader.exec_module = exec_module  # type: ignore[attr-defined]

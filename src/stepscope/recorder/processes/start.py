@@ -33,7 +33,7 @@ def pass_on(options: str) -> None:
     if "subprocess" in sys.modules:
         _patch_popen()
     else:
-        AfterImport("subprocess", after=_patch_popen)
+        AfterImport({"subprocess": _patch_popen})
 
 
 def withdraw() -> None:
@@ -111,7 +111,7 @@ def start(options: str) -> None:
     if "torch" in sys.modules:
         torch_is_here()
     else:
-        _waiting.append(AfterImport("torch", after=torch_is_here))
+        _waiting.append(AfterImport({"torch": torch_is_here}))
 
 
 def cancel() -> None:
