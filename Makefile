@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Holistic Trace Analysis, against which some results are tested, wants an older pandas and brings Jupyter: its own place.
 HTA := .venv-hta
+# Compiled where there is a C compiler, and again when it changes.
+FAST := $(wildcard src/stepscope/trace/fast/*.[ch])
 INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
 # Without bytecode every process that imports torch takes four seconds longer.
@@ -44,14 +46,14 @@ chromium:
 	  || echo "There is no chromium and it could not be installed: the tests in a browser are skipped."
 
 clean:
-	rm -rf $(VENV) $(HTA) runs build dist src/*.egg-info
+	rm -rf $(VENV) $(HTA) runs build dist src/*.egg-info src/stepscope/trace/fast/_scan.*
 
 # A stamp a set of extras: what is installed is installed once, and again only when its list changes.
-$(VENV)/demo.installed: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/demo.installed: pyproject.toml setup.py constraints.txt $(FAST) | $(BIN)/pip
 	$(INSTALL) '.[torch]'
 	touch $@
 
-$(VENV)/test.installed: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/test.installed: pyproject.toml setup.py constraints.txt $(FAST) | $(BIN)/pip
 	$(INSTALL) '.[test]'
 	touch $@ $(VENV)/demo.installed
 

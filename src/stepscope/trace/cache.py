@@ -130,7 +130,9 @@ def _key_of(path: Path, process: int | None = None) -> _Key | None:
 
 @cache
 def _reader_hash() -> str:
-    return _hash_of(b"".join(module.read_bytes() for module in sorted(Path(__file__).parent.glob("*.py"))))
+    folder = Path(__file__).parent
+    modules = sorted([*folder.rglob("*.py"), *folder.glob("fast/_scan.*")])
+    return _hash_of(b"".join(module.read_bytes() for module in modules))
 
 
 def _load(path: Path, key: _Key) -> Trace | None:

@@ -7,7 +7,7 @@ once, at the end.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain, compress, count
 from operator import attrgetter
 from typing import Any
 
@@ -29,7 +29,7 @@ ENDS = Table("ends", "End events.", _EDGE)
 _ID = ("external_id", "old_external_id")
 _OP = (*_ID, "record_function", "sequence", "forward_thread", "shapes", "dtypes", "strides", "inputs", "stack")
 _GPU = (*_ID, "correlation", "device", "stream", "graph", "graph_node")
-_CARRIED: dict[tuple[str, str], tuple[str, ...]] = {
+CARRIED: dict[tuple[str, str], tuple[str, ...]] = {
     ("host", "op"): _OP,
     ("host", "annotation"): _OP,
     ("host", "runtime"): (*_ID, "correlation"),
@@ -50,7 +50,7 @@ _CARRIED: dict[tuple[str, str], tuple[str, ...]] = {
     ("collectives", ""): tuple(name for name in COLLECTIVES.schema if name != "event"),
 }  # fmt: skip
 _TABLES = {table.name: table for table in (*TABLES, BEGINS, ENDS)}
-_COLUMN = {"memory_bytes": "bytes", "memory_device": "device"}  # arguments whose column has another name
+COLUMN = {"memory_bytes": "bytes", "memory_device": "device"}  # arguments whose column has another name
 _LABELS = ("process_name", "process_labels", "thread_name")
 
 
@@ -97,15 +97,17 @@ class Builder:
         self._labels: list[Label] = []
         self._without_phase: list[int] = []
 
-    def add(self, events: list[Event]) -> None:
+    def add(self, events: list[Event], positions: Iterable[int] | None = None) -> None:
+        """Add events: the next ones, or those at the given positions of the slice."""
         buckets: dict[tuple[str, str | None], tuple[list[int], list[Event]]] = defaultdict(lambda: ([], []))
-        for position, event in enumerate(events, self.num_events):
+        for position, event in zip(count(self.num_events) if positions is None else positions, events):
             bucket = buckets[event.ph, event.cat]
             bucket[0].append(position)
             bucket[1].append(event)
-        self.num_events += len(events)
-        for (letter, category), (positions, members) in buckets.items():
-            self._add_alike(letter, category or "", positions, members)
+        if positions is None:
+            self.num_events += len(events)
+        for (letter, category), (places, members) in buckets.items():
+            self._add_alike(letter, category or "", places, members)
 
     def _add_alike(self, letter: str, category: str, positions: list[int], events: list[Event]) -> None:
         table, kind = CATEGORIES.get(category.lower(), (HOST.name, "other"))
@@ -150,11 +152,14 @@ class Builder:
     def finish(self) -> tuple[Columns, dict[str, list[int]]]:
         """Return everything collected as columns, and by problem the positions of events that fit no table."""
         bad = {"no phase": self._without_phase} if self._without_phase else {}
+        whole = {name: _in_order(parts, bad) for name, parts in self._frames(bad).items()}
+        return Columns(whole, self.num_events, +self._counts, list(self._threads.numbers), self._labels), bad
+
+    def _frames(self, bad: dict[str, list[int]]) -> dict[str, list[pl.DataFrame]]:
         frames: dict[str, list[pl.DataFrame]] = {}
         for (table, _), piece in self._pieces.items():
             frames.setdefault(table, []).append(piece.frame(bad))
-        whole = {name: _in_order(parts, bad) for name, parts in frames.items()}
-        return Columns(whole, self.num_events, +self._counts, list(self._threads.numbers), self._labels), bad
+        return frames
 
 
 class _Piece:
@@ -163,7 +168,7 @@ class _Piece:
     def __init__(self, table: str, kind: str, threads: _Threads) -> None:
         self.schema = _TABLES[table].schema
         self.kind = kind
-        self.carried = _CARRIED.get((table, kind), ())
+        self.carried = CARRIED.get((table, kind), ())
         self._get = attrgetter(*self.carried) if len(self.carried) > 1 else None
         self._threads = threads
         self._names = Numbers()
@@ -219,7 +224,7 @@ class _Piece:
             if name in self._texts:
                 columns[name] = _gather(json_texts(self._texts[name]), values)
             elif values.count(None) < len(values):
-                columns[_COLUMN.get(name, name)] = self._column(_COLUMN.get(name, name), values)
+                columns[COLUMN.get(name, name)] = self._column(COLUMN.get(name, name), values)
         if "old_external_id" in columns:
             old = columns.pop("old_external_id")
             new = columns.get("external_id", old)
@@ -287,7 +292,7 @@ def with_sound_times(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataF
 
 def _in_order(parts: list[pl.DataFrame], bad: dict[str, list[int]]) -> pl.DataFrame:
     """Return the kinds of one table in file order; a table without times omits bad events too."""
-    whole = pl.concat(parts, how="diagonal").sort("event")
+    whole = pl.concat(parts, how="diagonal").sort("event") if len(parts) > 1 else parts[0]
     if bad and not {"start_ns", "time_ns"} & set(whole.columns):
         events = pl.Series(list(chain.from_iterable(bad.values())), dtype=pl.UInt32)
         whole = whole.filter(~pl.col("event").is_in(events.implode()))

@@ -15,6 +15,7 @@ import polars as pl
 
 from stepscope.trace.columns import Builder, Columns
 from stepscope.trace.events import decode_events
+from stepscope.trace.fast import Scanner, is_built
 from stepscope.trace.scan import LARGEST_EVENT, Problems, scan_events
 
 _BETWEEN = re.compile(rb"\}[ \t\n\r]*,[ \t\n\r]*(?=\{)")
@@ -38,7 +39,7 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
 
     A slice that also ends between two events is decoded completely; otherwise `end` is where it stopped.
     """
-    builder = Builder()
+    builder = Scanner() if is_built() else Builder()
     problems = Problems()
     pieces: list[tuple[int, int, bool]] = []  # first event, position, whether it begins inside something broken
     is_closed = False
@@ -46,6 +47,11 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
     tail = data[-1024:]
     position, length = 0, len(data) - len(tail) + len(tail.rstrip(_SEPARATORS))
     while position < length:
+        if isinstance(builder, Scanner) and not is_lost:
+            position, scanned_pieces = builder.scan(data, position, length, _PIECE, LARGEST_EVENT)
+            pieces += [(*piece, False) for piece in scanned_pieces]
+            if position >= length:
+                continue
         # A piece ends where an event seems to end; the decoder notices if it does not.
         match = _BETWEEN.search(data, position + _PIECE)
         end, resume = (match.start() + 1, match.end()) if match else (length, len(data))

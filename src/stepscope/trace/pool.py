@@ -1,4 +1,4 @@
-"""Decodes one trace in several processes."""
+"""Decodes one trace in several threads or processes."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import polars as pl
 
 from stepscope.errors import TraceError
-from stepscope.trace.decode import Decoded, identity, receive_answer, send
+from stepscope.trace.decode import Decoded, decode_slice, identity, receive_answer, send
 from stepscope.trace.source import Slice, Source
 
 Result = Callable[[], Decoded]  # returns a slice's result, or raises its error
@@ -31,14 +31,39 @@ def num_workers() -> int:
     return min(MOST_WORKERS, cores, pl.thread_pool_size())
 
 
-class Pool(AbstractContextManager["Pool"]):
-    """Worker processes that live as long as the `with` block.
+class Threads(AbstractContextManager["Threads"]):
+    """Threads of this process, which run side by side where the compiled scanner does the work."""
+
+    def __init__(self, source: Source, size: int) -> None:
+        self.size = size
+        self._source = source
+        self._threads = ThreadPoolExecutor(size)  # starts no thread yet
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def decode(self, slices: Iterable[Slice]) -> Iterator[tuple[Slice, Result]]:
+        """Yield each slice and its result in file order, a few ahead of the one requested."""
+        pending: deque[tuple[Slice, Future[Decoded]]] = deque()
+        for part in slices:
+            pending.append((part, self._threads.submit(self._run, part)))
+            if len(pending) > 2 * self.size:
+                yield _next(pending)
+        while pending:
+            yield _next(pending)
+
+    def _run(self, part: Slice) -> Decoded:
+        return decode_slice(self._source.bytes_of(part), part.base)
+
+
+class Processes(Threads):
+    """Worker processes that live as long as the `with` block, each with a thread that waits for it.
 
     Raises OSError if the system cannot start processes.
     """
 
     def __init__(self, source: Source, size: int) -> None:
-        self.size = size
+        super().__init__(source, size)
         start = _START.format(
             path=[str(entry) for entry in sys.path],
             file=str(source.path.absolute()),
@@ -46,7 +71,6 @@ class Pool(AbstractContextManager["Pool"]):
         )
         self._processes: list[subprocess.Popen[bytes]] = []
         self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(size)  # starts no thread yet
         try:
             for _ in range(size):
                 process = subprocess.Popen(
@@ -65,19 +89,9 @@ class Pool(AbstractContextManager["Pool"]):
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()  # a waiting thread gets the end of its pipe
-        self._threads.shutdown(cancel_futures=True)
+        super().__exit__()
         for process in self._processes:
             process.communicate()
-
-    def decode(self, slices: Iterable[Slice]) -> Iterator[tuple[Slice, Result]]:
-        """Yield each slice and its result in file order, a few ahead of the one requested."""
-        pending: deque[tuple[Slice, Future[Decoded]]] = deque()
-        for part in slices:
-            pending.append((part, self._threads.submit(self._run, part)))
-            if len(pending) > 2 * self.size:
-                yield _next(pending)
-        while pending:
-            yield _next(pending)
 
     def _run(self, part: Slice) -> Decoded:
         process = self._free.get()

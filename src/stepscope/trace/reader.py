@@ -8,9 +8,10 @@ from pathlib import Path
 from stepscope.errors import TraceError
 from stepscope.trace.assemble import Assembler
 from stepscope.trace.decode import Decoded, decode_slice
+from stepscope.trace.fast import is_built
 from stepscope.trace.fields import LARGEST_HEADER
 from stepscope.trace.kind import is_sqlite
-from stepscope.trace.pool import Pool, Result, num_workers
+from stepscope.trace.pool import Processes, Result, Threads, num_workers
 from stepscope.trace.scan import LARGEST_EVENT, USUAL_EVENT
 from stepscope.trace.source import SLICE, Document, Slice, Source
 from stepscope.trace.tables import Trace, facts_of
@@ -59,10 +60,12 @@ class _Reading:
                 f"{self.source.path} is a timeline of several ranks for a viewer: open the ranks' traces"
             )
         expected = self.source.num_bytes * (12 if self.source.is_compressed else 1)
-        pool = None
-        if workers > 1 and expected > WORTH_WORKERS:
+        pool: Threads | None = None
+        if workers > 1 and is_built() and expected > SLICE:
+            pool = Threads(self.source, workers)
+        elif workers > 1 and expected > WORTH_WORKERS:
             with suppress(OSError):  # no other process available: it only takes longer
-                pool = Pool(self.source, workers)
+                pool = Processes(self.source, workers)
         with pool or nullcontext():
             self._take_all(pool.decode(self.document.slices()) if pool else self._decode_here())
         self._end()
