@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from stepscope.trackers.follow import LiveLog
     from stepscope.trackers.tracker import Target
 
+SLOWEST = "slowest"  # in place of ranks
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--clean", type=int, default=20, metavar="N", help="timed steps (default 20)")
     add("--trace", type=int, default=2, metavar="N", help="traced steps, 0 for none (default 2)")
     add("--repeat", type=int, default=1, metavar="N", help="number of trace windows, one file each (default 1)")
-    add("--trace-ranks", default="", metavar="R,R", help="ranks that take traces (default: all)")
+    add("--trace-ranks", default="", metavar="R,R", help="ranks that take traces, or slowest (default: all)")
     add("--memory", action="store_true", help="record the source line of every allocation")
     add("--no-memory", action="store_true", help="skip the memory and FLOPs window")
     add("--exit-after", action="store_true", help="stop the script when the measurement is complete")
@@ -92,14 +94,17 @@ def main(arguments: argparse.Namespace) -> int:
             clean=arguments.clean,
             trace=arguments.trace,
             repeat=arguments.repeat,
+            trace_slowest=arguments.trace_ranks == SLOWEST,
             memory=0 if arguments.no_memory else 1,
         )
         for condition in arguments.when:
             parse(condition)
         if arguments.limit < 1:
             raise ValueError(f"--limit is {arguments.limit}: it must be 1 or more")
-        if not re.fullmatch(r"(\d{1,7}(,\d{1,7})*)?", arguments.trace_ranks):
-            raise ValueError(f"--trace-ranks {arguments.trace_ranks}: name ranks, such as 0,8,16")
+        if not re.fullmatch(rf"(\d{{1,7}}(,\d{{1,7}})*)?|{SLOWEST}", arguments.trace_ranks):
+            raise ValueError(f"--trace-ranks {arguments.trace_ranks}: name ranks, such as 0,8,16, or {SLOWEST}")
+        if windows.trace_slowest and not windows.clean:
+            raise ValueError(f"--trace-ranks {SLOWEST} needs timed steps: leave out --clean 0")
         if arguments.memory and arguments.no_memory:
             raise ValueError("--memory and --no-memory exclude each other")
         if arguments.tokens_per_step is not None and arguments.tokens_per_step <= 0:
@@ -213,7 +218,7 @@ class _Run:
             when=tuple(self._arguments.when),
             limit=self._arguments.limit,
             is_quiet=self._arguments.quiet,
-            trace_ranks=tuple(int(text) for text in self._arguments.trace_ranks.split(",") if text),
+            trace_ranks=tuple(int(text) for text in self._arguments.trace_ranks.split(",") if text.isdecimal()),
         )
         pass_on(self._options.to_json())
 

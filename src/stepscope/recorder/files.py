@@ -44,6 +44,7 @@ OF_ALL_RANKS = (CONTROL_FOLDER, HANG_FOLDER)
 WINDOW_FOLDER = re.compile(r"window\d+")
 RANK_FOLDER = re.compile(r"rank\d+")
 PROCESS_FOLDER = re.compile(r"process\d+(-\d+)?")
+FIRST_RANK = "rank0"
 CHILD_FOLDER = re.compile(rf"{RANK_FOLDER.pattern}|{PROCESS_FOLDER.pattern}")
 """A process that the script started and that trained: by rank, else by process id."""
 _FOLDER = re.compile(rf"{CHILD_FOLDER.pattern}|{WINDOW_FOLDER.pattern}")
@@ -55,6 +56,12 @@ STATUS_FAILED = "failed"
 # Limit the size of the recording of a very long run.
 MAX_SAMPLE_LINES = 100_000
 MAX_RECENT_LINES = 20_000
+
+
+def run_and_rank(folder: Path) -> tuple[Path, str]:
+    """Return the folder of the run that a process records for, and the name of its rank."""
+    is_child = CHILD_FOLDER.fullmatch(folder.name) and (folder.parent / RECORDING_FILE).exists()
+    return (folder.parent, folder.name) if is_child else (folder, FIRST_RANK)
 
 
 def default_folder(name: str) -> Path:

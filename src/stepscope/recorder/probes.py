@@ -13,6 +13,7 @@ from torch import nn
 from stepscope.recorder import files, windows
 from stepscope.recorder.clock import Clock
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
+from stepscope.recorder.history.pace import Pace
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.memory_window import MemoryProbe
 from stepscope.recorder.machine.counters import CounterSampler
@@ -38,13 +39,21 @@ WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", 
 class Probes:
     """Starts and stops each probe, keeps the facts, and turns the recorder's own errors into notes."""
 
-    def __init__(self, folder: Path, clock: Clock, facts: dict[str, Any], memory_in_full: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: Clock,
+        facts: dict[str, Any],
+        memory_in_full: bool = False,
+        trace_slowest: bool = False,
+    ) -> None:
         self._folder = folder
         self._clock = clock
         self.facts = facts
         self.device: int | None = None
         self.compiler = CompilerProbe()
         self.trace: TraceProbe | None = None
+        self.pace = Pace(folder) if trace_slowest else None
         self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
         self.counters: CounterSampler | None = None
         self._profiler_is_on = self._stacks = False
@@ -68,13 +77,13 @@ class Probes:
         self, folder: Path, facts: dict[str, Any], memory_in_full: bool, stacks: bool, num_steps: int
     ) -> Callable[[], None]:
         """Work for another recording until the returned function is called."""
-        kept = self._folder, self.facts, self.memory
-        self._folder, self.facts, self._stacks = folder, facts, stacks
+        kept = self._folder, self.facts, self.memory, self.pace
+        self._folder, self.facts, self._stacks, self.pace = folder, facts, stacks, None
         self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
         self.memory.num_steps = num_steps
 
         def release() -> None:
-            (self._folder, self.facts, self.memory), self._stacks = kept, False
+            (self._folder, self.facts, self.memory, self.pace), self._stacks = kept, False
 
         return release
 
@@ -109,10 +118,22 @@ class Probes:
         """Begin a window."""
         if window == windows.TRACE_WARMUP:
             self.prepare_trace(roots)
+            if self.pace is not None:
+                self.pace.publish()
         elif window == windows.TRACE and self.trace is not None:
-            self.trace.start(self._clock)
+            if self.pace is None or self._is_slowest(self.pace):
+                self.trace.start(self._clock)
         elif window == windows.MEMORY:
             self.start_memory(roots, optimizers)
+
+    def _is_slowest(self, pace: Pace) -> bool:
+        """Return whether to trace; if not, the profiler that has been prepared is dropped."""
+        is_slowest, why = pace.slowest()
+        self.note("trace", why)
+        if not is_slowest and self.trace is not None:
+            trace, self.trace = self.trace, None
+            trace.abandon()
+        return is_slowest
 
     def sample_energy(self) -> None:
         """Sample the energy counter now, at the start or end of a window."""

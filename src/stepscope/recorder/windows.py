@@ -61,6 +61,8 @@ class Windows:
     """Steps under torch.profiler, after one extra step that warms the profiler up."""
     repeat: int = 1
     """How many times to run the trace window. Each run has its own warm-up step and its own file."""
+    trace_slowest: bool = False
+    """Of several ranks, only the one that the others wait for takes the trace. All time their steps."""
     memory: int = 1
     """1 or 0: the step in which every op is observed, for FLOPs and the owner of each allocation."""
 

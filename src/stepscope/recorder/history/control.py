@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from stepscope.recorder.files import FIRST_RANK
 from stepscope.recorder.history import requests
 from stepscope.recorder.history.conditions import State, Watch, parse
 from stepscope.recorder.history.history import History
@@ -22,7 +23,6 @@ from stepscope.recorder.wall import tell
 
 POLL_NS = 1_000_000_000
 MARGIN_SECONDS = 4.0
-FIRST_RANK = "rank0"
 MOST_ATTEMPTS = 5
 RECENT_NS, LEAST_RECENT, LEAST_USUAL = 2_000_000_000, 5, 5
 

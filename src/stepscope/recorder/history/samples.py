@@ -94,6 +94,8 @@ class Samples:
             device_ns = read_device_ns(step)
             if device_ns is not None:
                 line["device_ns"] = device_ns
+                if probes.pace is not None:
+                    probes.pace.add_device(step.index, device_ns)
                 clock.recycle(step)
             if step.loss is not None:
                 probes.guard("reading a loss", partial(_read_loss, step, line))

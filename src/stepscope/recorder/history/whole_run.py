@@ -15,7 +15,7 @@ from stepscope.recorder import files, wall
 from stepscope.recorder.clock import TimedStep
 from stepscope.recorder.history import requests
 from stepscope.recorder.history.clocks import process_began
-from stepscope.recorder.history.control import FIRST_RANK, Control
+from stepscope.recorder.history.control import Control
 from stepscope.recorder.history.core_wait import CoreWait, available_bytes
 from stepscope.recorder.history.history import History
 from stepscope.recorder.history.losses import LossSampler
@@ -27,7 +27,7 @@ from stepscope.recorder.history.writer import Writer
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.run_facts import now
-from stepscope.recorder.windows import MOST_FREE_STEPS, TRIGGERED, Windows
+from stepscope.recorder.windows import CLEAN, MOST_FREE_STEPS, TRIGGERED, Windows
 
 
 class WholeRun:
@@ -68,6 +68,8 @@ class WholeRun:
             self.triggered.samples.add(step, window, *facts)
             window = TRIGGERED
         self.samples.add(step, window, *facts)
+        if window == CLEAN and self._probes.pace is not None:
+            self._probes.pace.add(step.index, step.host_ns)
         if self._control is None:
             self._begin()
 
@@ -96,7 +98,7 @@ class WholeRun:
     def _begin(self) -> None:
         """Start the thread and listen to requests."""
         if self._control is None:
-            self._run, self._rank = run_and_rank(self._folder)
+            self._run, self._rank = files.run_and_rank(self._folder)
             num_ranks = rank_and_world_size()[1]
             self._control = Control(self._run, self._rank, self.history, num_ranks, self._when, self._limit)
             self.writer.ticks += [self._tick_control, Silence(self._folder, self._run, self.history).tick]
@@ -112,7 +114,7 @@ class WholeRun:
 
     def _window(self, request: Request, step: int) -> TriggeredWindow | None:
         folder = self._run / request.folder
-        folder = folder if self._rank == FIRST_RANK else folder / self._rank
+        folder = folder if self._rank == files.FIRST_RANK else folder / self._rank
         try:
             return TriggeredWindow(request, folder, step, self._probes, self.writer)
         except OSError as error:
@@ -180,12 +182,6 @@ class WholeRun:
         if self._probes.counters is not None and (gpu := self._probes.counters.take_sums()):
             found["gpu"] = gpu
         return found
-
-
-def run_and_rank(folder: Path) -> tuple[Path, str]:
-    """Return the folder of the run that a process records for, and the name of its rank."""
-    is_child = files.CHILD_FOLDER.fullmatch(folder.name) and (folder.parent / files.RECORDING_FILE).exists()
-    return (folder.parent, folder.name) if is_child else (folder, FIRST_RANK)
 
 
 def resident_bytes() -> int | None:
