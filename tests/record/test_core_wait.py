@@ -11,23 +11,28 @@ from stepscope.recorder.history import core_wait
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are those of Linux")
 
 
-def test_a_thread_that_sleeps_waits_for_no_core_and_one_of_many_does():
-    wait = core_wait.CoreWait()
-    assert wait.share() is None
-    wait.of_this_thread()
-    assert wait.share() is None  # the first reading
-    time.sleep(0.11)
-    share = wait.share()
-    assert share is not None and 0.0 <= share <= 1.0
-    assert wait.share() == share  # too soon for another
+def test_a_thread_that_works_runs_and_one_that_sleeps_does_not():
+    times = core_wait.CoreTimes()
+    first = times.read(1)
+    assert first is not None and times.read(2) is None  # too soon for another
+    time.sleep(0.1)
+    slept = times.read(core_wait.PERIOD_NS + 1)
+    end = time.thread_time_ns() + 50_000_000
+    while time.thread_time_ns() < end:
+        pass
+    worked = times.read(2 * core_wait.PERIOD_NS + 1)
+    assert slept is not None and worked is not None
+    assert slept[0] - first[0] < 50_000_000 <= worked[0] - slept[0]
+    assert first[1] <= slept[1] <= worked[1]
 
 
-def test_the_thread_that_is_followed_may_end():
-    wait = core_wait.CoreWait()
-    thread = threading.Thread(target=wait.of_this_thread)
+def test_each_thread_reads_its_own_times():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(core_wait.CoreTimes().read(1)))
     thread.start()
     thread.join()
-    assert wait.share() is None
+    own = core_wait.CoreTimes().read(1)
+    assert own is not None and found[0][0] < own[0]
 
 
 def test_memory_that_is_left():

@@ -95,6 +95,19 @@ def test_windows_and_pauses_begin_a_block(tmp_path: Path) -> None:
     assert found == [("warmup", 2), ("clean", 3), ("free", 4), ("triggered", 3), ("free", 4), ("free", 1)]
 
 
+def test_blocks_end_where_the_times_of_the_cores_were_read(tmp_path: Path) -> None:
+    run, on_ns, waited_ns = Run(tmp_path), 0, 0
+    for i in range(1, 61):
+        run.step(20 * MS)
+        on_ns, waited_ns = on_ns + 5 * MS, waited_ns + (2 if i <= 30 else 10) * MS
+        if i % 15 == 0:
+            run.written.core_times(run.clocks.ns, on_ns, waited_ns)
+    blocks = run.read().blocks
+    assert [block.num_steps for block in blocks] == [13, 17, 15, 15]  # the first before anything was read
+    assert [block.core_share for block in blocks] == [None, 0.25, 0.25, 0.25]
+    assert [block.core_wait_share for block in blocks] == [None, 0.1, 0.5, 0.5]
+
+
 def test_what_is_long_becomes_an_event_with_its_line(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for i in range(200):

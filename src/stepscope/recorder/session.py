@@ -238,7 +238,7 @@ class Session:
                 self.abandon(self._run.writer.error)
                 return
             self._samples.keep_up()
-            self._run.losses.look(time.perf_counter_ns())
+            self._run.look(time.perf_counter_ns())
             self._progress.step_ended(self._step, self._last_ns, self._window, entered=False)
             if self._exit_after and self._has_settled():
                 raise WindowsDone

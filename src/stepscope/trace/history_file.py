@@ -71,6 +71,9 @@ class Block:
     total_bytes: int | None = None  # of the GPU
     resident_bytes: int | None = None  # of the process, at the end of the block
     available_bytes: int | None = None  # that the machine or the container has left for it
+    core_share: float | None = (
+        None  # the share of time in which the thread that trains ran on a core (Linux)
+    )
     core_wait_share: float | None = None
     """The share of time in which the thread that trains could run, but other threads had the CPU's cores (Linux)."""
     gpu: GpuBlock | None = None
@@ -198,8 +201,10 @@ def _block(line: dict[str, Any], process: int) -> Block:
                 raise TypeError("not a count")
     if sum(host_ns.values()) != line["wall_ns"] or not line["num_steps"] or not line["wall_ns"]:
         raise ValueError("steps take time, and the phases are all of it")
-    if not is_number(line["t"]) or not is_number(line.get("core_wait_share", 0)) or not is_text(line["window"]):
-        raise TypeError("not a time, a share or a window")
+    if not is_number(line["t"]) or not is_text(line["window"]):
+        raise TypeError("not a time or a window")
+    if not (is_number(line.get("core_share", 0)) and is_number(line.get("core_wait_share", 0))):
+        raise TypeError("not a share")
     for name in ("loss", "max_loss"):
         if name in line:
             line[name] = float(line[name])

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import _thread
+import os
 import time
 from pathlib import Path
 
-SHORTEST_NS = 100_000_000  # between two readings; of less, the share says little
+PERIOD_NS = 250_000_000  # between two readings
 
 
-class CoreWait:
-    """The share of time in which the thread that trains could run but other threads had the cores (Linux)."""
+class CoreTimes:
+    """How long the thread that trains has run on a core, and could have run but other threads had the cores (Linux).
+
+    That thread reads both itself, at the end of a step. Read by another one, they would be those of some moment
+    inside a step, and a share of the next second would count for this one.
+    """
 
     def __init__(self) -> None:
-        self._path: Path | None = None
-        self._last: tuple[int, int] | None = None
-        self._share: float | None = None
+        self._due_ns = 0
 
-    def of_this_thread(self) -> None:
-        """Look at the thread that calls this."""
-        self._path = Path(f"/proc/self/task/{_thread.get_native_id()}/schedstat")
-        self._last = None
-
-    def share(self) -> float | None:
-        """Return the share since the last call; None where the kernel does not count it."""
-        if self._path is None:
+    def read(self, now_ns: int) -> tuple[int, int] | None:
+        """Return the ns on a core and waiting for one; None if that was read lately, or the kernel does not say."""
+        if now_ns < self._due_ns:
             return None
+        self._due_ns = now_ns + PERIOD_NS
         try:
-            now_ns, waited_ns = time.perf_counter_ns(), int(self._path.read_bytes().split()[1])
+            descriptor = os.open(f"/proc/self/task/{_thread.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return time.thread_time_ns(), int(os.read(descriptor, 100).split()[1])
+            finally:
+                os.close(descriptor)
         except (OSError, ValueError, IndexError):
+            self._due_ns = 2**63
             return None
-        if self._last is None:
-            self._last = now_ns, waited_ns
-        elif now_ns - self._last[0] >= SHORTEST_NS:
-            share = (waited_ns - self._last[1]) / (now_ns - self._last[0])
-            self._share, self._last = round(min(1.0, max(0.0, share)), 4), (now_ns, waited_ns)
-        return self._share
 
 
 def available_bytes() -> int | None:

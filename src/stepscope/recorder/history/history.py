@@ -17,6 +17,7 @@ from stepscope.recorder.history.clocks import Clocks
 from stepscope.recorder.history.writer import Writer
 
 SHORTEST_NS, LONGEST_NS, BLOCKS_PER_RUN = 250_000_000, 60_000_000_000, 200
+LONGEST_WAIT_NS = 500_000_000  # that a block waits for core times; without steps of free running none come
 GAP_NS = 500_000_000  # between two steps; a longer one ends a block
 MOST_TIMES = 1024  # of a block that its median comes from
 LONG_NS, LEAST_LONG_NS, LONG_STEPS = 1_000_000_000, 50_000_000, 3
@@ -66,6 +67,7 @@ class History:
         self.is_free = False  # whether the last step was in no window
         self._recent: deque[tuple[int, int]] = deque(maxlen=256)  # end and own time of undisturbed steps
         self._medians: list[tuple[int, int]] = []  # end and median step of blocks; thinned out
+        self._core_times: tuple[int, int, int] | None = None  # when, on a core, waiting for one
         self.last_block: dict[str, Any] = {}
         now_ns, unix = self._clocks.now_ns(), self._clocks.unix
         self._began_ns = now_ns if began is None else now_ns - round((unix(now_ns) - began) * 1e9)
@@ -92,7 +94,7 @@ class History:
     ) -> None:
         """Add a step that has ended."""
         end_ns, block = start_ns + wall_ns, self._block
-        length_ns = min(max((end_ns - self._began_ns) // BLOCKS_PER_RUN, SHORTEST_NS), LONGEST_NS)
+        length_ns = self._length_ns(end_ns)
         if block is not None and (
             window != block.window
             or start_ns - block.end_ns > GAP_NS
@@ -127,8 +129,24 @@ class History:
             for name, num in (num_times or {}).items():
                 block.num_times[name] = block.num_times.get(name, 0) + num
             self._look(block, step, start_ns, wall_ns, host_ns, num_times or {}, num_compiles, places or {})
-        if end_ns - block.start_ns >= length_ns:
+        # Where a block can end with the times of that moment, it does.
+        if end_ns - block.start_ns >= (length_ns if self._core_times is None else length_ns + LONGEST_WAIT_NS):
             self._end_block(block)
+
+    def core_times(self, now_ns: int, on_ns: int, waited_ns: int) -> None:
+        """Note how long the thread that trains has run and waited, after its last step; a block may end with it."""
+        block, earlier = self._block, self._core_times
+        if earlier is None:
+            self._core_times = now_ns, on_ns, waited_ns
+        elif block is not None and block.end_ns - block.start_ns >= self._length_ns(block.end_ns):
+            passed_ns = max(1, now_ns - earlier[0])
+            ns = {"core_share": on_ns - earlier[1], "core_wait_share": waited_ns - earlier[2]}
+            self._core_times = now_ns, on_ns, waited_ns
+            self._end_block(block, {name: round(min(1.0, max(0.0, of / passed_ns)), 5) for name, of in ns.items()})
+
+    def _length_ns(self, end_ns: int) -> int:
+        """Return how long a block should be that ends now."""
+        return min(max((end_ns - self._began_ns) // BLOCKS_PER_RUN, SHORTEST_NS), LONGEST_NS)
 
     def recent_ns(self, within_ns: int, least: int) -> list[int]:
         """Return the times of the last undisturbed steps: those that ended `within_ns`, or the last few."""
@@ -211,7 +229,7 @@ class History:
             longest = max((name for name in host_ns if name not in _BETWEEN), key=host_ns.__getitem__)
             self.event("stall", step, start_ns, excess_ns, phase=longest)
 
-    def _end_block(self, block: _Block) -> None:
+    def _end_block(self, block: _Block, shares: dict[str, float] | None = None) -> None:
         self._block = None
         host_ns = block.host_ns
         if (rest_ns := block.wall_ns - sum(host_ns.values())) > 0:
@@ -236,7 +254,7 @@ class History:
             line["loss"] = _number(loss)
             if step != line["loss_step"]:
                 line |= {"max_loss": _number(largest), "max_loss_step": step}
-        line |= self._read()
+        line |= self._read() | (shares or {})
         self.last_block = line
         self._line(line)
 

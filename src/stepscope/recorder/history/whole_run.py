@@ -16,7 +16,7 @@ from stepscope.recorder.clock import TimedStep
 from stepscope.recorder.history import requests
 from stepscope.recorder.history.clocks import process_began
 from stepscope.recorder.history.control import Control
-from stepscope.recorder.history.core_wait import CoreWait, available_bytes
+from stepscope.recorder.history.core_wait import CoreTimes, available_bytes
 from stepscope.recorder.history.history import History
 from stepscope.recorder.history.losses import LossSampler
 from stepscope.recorder.history.requests import Request
@@ -41,7 +41,7 @@ class WholeRun:
         self.triggered: TriggeredWindow | None = None  # the one that is open
         self._num_collections: int | None = None
         self._total_bytes: int | None = None
-        self._core_wait = CoreWait()
+        self._core_times = CoreTimes()
         self.writer = Writer()
         self.history = History(folder, self.writer, process_began() if is_script else None, self._read)
         self.samples = Samples(folder, self.writer, self.history)
@@ -102,7 +102,6 @@ class WholeRun:
             num_ranks = rank_and_world_size()[1]
             self._control = Control(self._run, self._rank, self.history, num_ranks, self._when, self._limit)
             self.writer.ticks += [self._tick_control, Silence(self._folder, self._run, self.history).tick]
-            self._core_wait.of_this_thread()
             self.writer.start()
 
     def _tick_control(self) -> None:
@@ -145,6 +144,12 @@ class WholeRun:
         if self._control is not None:
             self._control.answer(request.number, state, step, **details)
 
+    def look(self, now_ns: int) -> None:
+        """Read what only the thread that trains can, at the end of a step of free running."""
+        self.losses.look(now_ns)
+        if (times := self._core_times.read(now_ns)) is not None:
+            self.samples.add_core_times(now_ns, *times)
+
     def free_running_begins(self) -> None:
         """Look up what the writer's thread must not ask CUDA for."""
         if (device := self._probes.device) is not None:
@@ -173,11 +178,7 @@ class WholeRun:
             found["peak_bytes"] = stats["allocated_bytes"]["all"]["peak"]
             if self._total_bytes is not None:
                 found["total_bytes"] = self._total_bytes
-        machine = {
-            "resident_bytes": resident_bytes(),
-            "available_bytes": available_bytes(),
-            "core_wait_share": self._core_wait.share(),
-        }
+        machine = {"resident_bytes": resident_bytes(), "available_bytes": available_bytes()}
         found |= {name: value for name, value in machine.items() if value is not None}
         if self._probes.counters is not None and (gpu := self._probes.counters.take_sums()):
             found["gpu"] = gpu
