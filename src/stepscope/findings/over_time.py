@@ -13,6 +13,7 @@ from stepscope.formatting import duration, percent, plural, significant, size, s
 
 MOST_FINDINGS = 3  # of one rule
 _MOST_ROWS = 8
+UNSURE_SHARE = 0.05  # of the run's steps: if a change may have begun anywhere within more, the finding says so
 _FIXES = {
     "data": "see what the dataset reads by then: DataLoader(..., num_workers=…), data on a local disk",
     "other": "look at what the loop does outside of the passes: growing lists, logs, files",
@@ -50,6 +51,8 @@ def _slower(run: Run, slow: Slowdown) -> Finding:
     others = [each for each in slow.together if each.name in _TRACK_TEXTS]
     until = "" if slow.lasts else f" until {run.when(slow.end_step)}"
     since = run.when(slow.step)
+    if slow.latest_step - slow.earliest_step > UNSURE_SHARE * run.num_steps:
+        since += f", or some step from {slow.earliest_step:,} to {slow.latest_step:,},"
     if slow.kind == "drift":
         num = next((num for num in (100, 1_000, 10_000, 100_000) if slow.growth_per(num) >= 0.005), 1_000_000)
         rate = f"{percent(slow.growth_per(num))} per {num:,} steps, from {before} to {after}"
@@ -64,7 +67,8 @@ def _slower(run: Run, slow: Slowdown) -> Finding:
     figures = [("step_time_ns", slow.before_ns, slow.after_ns)]
     figures += [(each.name, each.before, each.after) for each in slow.together]
     rows = [{"figure": name, "before": first, "after": second} for name, first, second in figures]
-    stretch = {"step": slow.step, "end_step": slow.end_step, "kind": slow.kind, "lost_ns": slow.lost_ns}
+    stretch = {"step": slow.step, "earliest_step": slow.earliest_step, "latest_step": slow.latest_step}
+    stretch |= {"end_step": slow.end_step, "kind": slow.kind, "lost_ns": slow.lost_ns}
     return Finding(
         sentence=f"{what}{where}{because} This cost {span(slow.lost_ns)} so far, {percent(share)} of the run.",
         fix=_fix(parts, others),

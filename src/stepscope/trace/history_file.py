@@ -71,9 +71,7 @@ class Block:
     total_bytes: int | None = None  # of the GPU
     resident_bytes: int | None = None  # of the process, at the end of the block
     available_bytes: int | None = None  # that the machine or the container has left for it
-    core_share: float | None = (
-        None  # the share of time in which the thread that trains ran on a core (Linux)
-    )
+    core_share: float | None = None  # the share of time in which the thread that trains ran on a core (Linux)
     core_wait_share: float | None = None
     """The share of time in which the thread that trains could run, but other threads had the CPU's cores (Linux)."""
     gpu: GpuBlock | None = None

@@ -8,11 +8,12 @@ is n log n; more than `MOST_POINTS` values are first reduced to medians of neigh
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import Literal
 
+from stepscope.analysis.run.segmented import DECISIVE, HALF_CHI_SQUARE, advantage, growth, levels, num_independent
 from stepscope.analysis.time.statistics import quantile
 
 STEP: Literal["step"] = "step"
@@ -25,8 +26,7 @@ _STRETCHES = 8  # of the shorter side, which are compared
 _OUTLYING = 0.13  # of the stretches on a side may be like the other side
 _GAP = 0.5  # of the change: the distance between the stretches of both sides
 _RANK_STATISTIC = 4.5  # standard deviations of the sum of ranks, if values were independent
-_AS_GOOD = 1.05  # of the residuals
-_BETTER = 0.85  # of the residuals of levels; a slow change must explain the series better by that
+MOST_STRETCHES = 100  # that a slow change is fitted to
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class Noise:
 
     quantile: float  # that stands for a stretch
     concordant: float  # Kendall's tau of the stretches from the begin of a slow change on
-    num_stretches: int  # that a slow change is fitted to
-    errors: float  # a slow change is this many times its standard error
 
 
-ONE_SIDED, EVEN = Noise(0.25, 0.6, 40, 7.0), Noise(0.5, 0.4, 30, 4.0)
+ONE_SIDED, EVEN = Noise(0.25, 0.6), Noise(0.5, 0.4)
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ class Change:
     end: int  # where the new level or the drift ends: at the next change, or with the series
     before: float  # the level before
     after: float  # the level from `index` on; of a drift, where it has arrived at `end`
+    low: int = 0  # where it begins, at the earliest and at the latest (95 %)
+    high: int = 0
 
     @property
     def share(self) -> float:
@@ -74,7 +74,13 @@ def changes(
         return ()
     found = _changes(points, least_share, ONE_SIDED if is_one_sided else EVEN)
     return tuple(
-        Change(each.kind, each.index * group, min(len(values), each.end * group), each.before, each.after)
+        replace(
+            each,
+            index=each.index * group,
+            end=min(len(values), each.end * group),
+            low=each.low * group,
+            high=min(len(values) - 1, (each.high + 1) * group - 1),
+        )
         for each in found
     )
 
@@ -185,8 +191,11 @@ def stretches(values: Sequence[float], length: int, share: float = 0.25) -> list
 def _changes(values: Sequence[float], least_share: float, noise: Noise) -> list[Change]:
     cuts = level_changes(values, least_share, noise)
     ends = [0, *cuts, len(values)]
-    levels = [median(values[a:b]) for a, b in pairwise(ends)]
-    steps = [Change(STEP, cut, ends[i + 2], levels[i], levels[i + 1]) for i, cut in enumerate(cuts)]
+    at = [median(values[a:b]) for a, b in pairwise(ends)]
+    steps = [
+        Change(STEP, cut, ends[i + 2], at[i], at[i + 1], *_interval(values, ends[i], cut, ends[i + 2]))
+        for i, cut in enumerate(cuts)
+    ]
     if (slow := _drift(values, least_share, noise, steps)) is not None:
         return [slow]
     found = []
@@ -194,42 +203,50 @@ def _changes(values: Sequence[float], least_share: float, noise: Noise) -> list[
         found += [step] if step is not None else []
         # A level that lasts may drift by itself.
         if cuts and b - a >= 0.4 * len(values) and (slow := _drift(values[a:b], least_share, noise, [])) is not None:
-            found.append(Change(DRIFT, a + slow.index, a + slow.end, slow.before, slow.after))
+            ends_of = (a + each for each in (slow.index, slow.end))
+            found.append(Change(DRIFT, *ends_of, slow.before, slow.after, a + slow.low, a + slow.high))
     return found
 
 
+def _interval(values: Sequence[float], begin: int, cut: int, end: int) -> tuple[int, int]:
+    """Return the first and the last value at which a level may change, with 95 %."""
+    low, high = median(values[begin:cut]), median(values[cut:end])
+    residuals = [*(value - low for value in values[begin:cut]), *(value - high for value in values[cut:end])]
+    most = max(1e-300, sum(map(abs, residuals))) * HALF_CHI_SQUARE / num_independent(residuals)
+    costs = list(accumulate((abs(value - low) - abs(value - high) for value in values[begin:end]), initial=0.0))
+    near = [begin + k for k, cost in enumerate(costs) if cost <= costs[cut - begin] + most]
+    return min(*near, cut), max(*near, cut)
+
+
 def _drift(values: Sequence[float], least_share: float, noise: Noise, steps: Sequence[Change]) -> Change | None:
-    """Return the slow change that explains a series better than `steps`; None if there is none."""
-    length = max(1, len(values) // noise.num_stretches)
-    points = stretches(values, length, noise.quantile)
+    """Return the slow change that explains a series better than `steps` and any other levels; None if none does."""
+    points = stretches(values, max(1, len(values) // MOST_STRETCHES), noise.quantile)
     num = len(points)
-    if num < FEWEST:
+    if num < FEWEST or min(points) == max(points):
         return None
-    fits = [hinge(points, k) for k in range(0, num - num // 4)]
-    cost, k, level, slope = min(fits)
-    if fits[0][0] <= _AS_GOOD * cost:  # from the beginning on: the simplest that explains it as well
-        cost, k, level, slope = fits[0]
-    rise = slope * (num - 1 - k)
-    residual = cost / num * 1.25  # of a normal distribution, the standard deviation is that much larger
-    error = residual * (12 / (num - k)) ** 0.5  # of the rise of a line through that many points
-    if abs(rise) < least_share * abs(level) or abs(rise) < noise.errors * error:
-        return None
-    if abs(tau(points[k:])) < noise.concordant:
+    fit, num_values = growth(points, num - num // 4)
+    rise = fit.value(num - 1) - fit.level
+    if abs(rise) < least_share * abs(fit.level) or abs(tau(points[fit.at :])) < noise.concordant:
         return None
     scale = len(values) / num
-    levels = _level_at(steps, values, scale, num)
-    if cost > _BETTER * sum(abs(y - at) for y, at in zip(points, levels)):
+    known = sum(abs(y - at) for y, at in zip(points, _level_at(steps, values, scale, num)))
+    constant, *others = levels(points, max(2, round(SHORTEST_SHARE * num)))
+    others.append((known, 1 + 2 * len(steps)))
+    floor = 1e-9 * sum(map(abs, points))
+    over = [advantage((fit.cost, 3), rival, num_values, floor) for rival in (constant, *others)]
+    if over[0] <= DECISIVE or min(over) <= 0:
         return None
-    return Change(DRIFT, round(k * scale), len(values), level, level + rise)
+    ends = round(fit.low * scale), min(len(values) - 1, round((fit.high + 1) * scale))
+    return Change(DRIFT, round(fit.at * scale), len(values), fit.level, fit.level + rise, *ends)
 
 
 def _level_at(steps: Sequence[Change], values: Sequence[float], scale: float, num: int) -> list[float]:
     """Return the levels of a series that changes only at `steps`, at `num` points."""
-    levels = [steps[0].before if steps else median(values)] * num
+    found = [steps[0].before if steps else median(values)] * num
     for step in steps:
         first = min(num, round(step.index / scale))
-        levels[first:] = [step.after] * (num - first)
-    return levels
+        found[first:] = [step.after] * (num - first)
+    return found
 
 
 def hinge(points: Sequence[float], k: int) -> tuple[float, int, float, float]:

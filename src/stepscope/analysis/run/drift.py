@@ -2,18 +2,18 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import median
+from typing import NamedTuple
 
-from stepscope.analysis.run.change_points import DRIFT, STEP, Change, changes
-from stepscope.analysis.run.series import Run, TimeBlock, Track, own_ns
+from stepscope.analysis.run.change_points import DRIFT, MOST_POINTS, STEP, Change, changes
+from stepscope.analysis.run.series import Run, TimeBlock, own_ns
 from stepscope.analysis.time.loop_time import BETWEEN, DATA
 
 WORK = "work per step"
 _LEAST_PART = 0.25  # of the change; smaller parts are not its reason
 _NEAR = 0.02  # of the run's steps
-_CELLS = 60
 _SIDES = (-3, -1), (-1, 1), (1, 3)  # cells before a change, around it, and after it
 _CLOCK_DROP, _MORE_MEMORY, _MORE_COLLECTIONS = 0.03, 0.1, 0.5
 
@@ -33,6 +33,8 @@ class Slowdown:
 
     kind: str  # `step` (at once) or `drift` (slowly)
     step: int  # the first slower step, or where it begins to grow
+    earliest_step: int  # that may be the first one, with 95 %
+    latest_step: int
     end_step: int  # the last step of it
     lasts: bool  # whether it lasts to the end of what is known
     before_ns: float
@@ -49,74 +51,79 @@ class Slowdown:
         return self.share / max(1, self.end_step - self.step) * num_steps
 
 
+class _Point(NamedTuple):
+    """The step time of consecutive steps, without what comes from other processes where that is known."""
+
+    step: int
+    num_steps: int
+    ns: float
+
+
 def step_changes(run: Run) -> list[tuple[Change, int, int]]:
     """Return every change of the step time, faster ones too, each with its first step and the one after its last."""
-    steps, values = step_series(run)
+    points = _points(run)
+    steps, values = _cells(run, points)
     ends = [*steps, run.last_step + 1]
     found = changes(values, is_one_sided="core_wait_share" not in run.tracks)
-    firsts = {each.index: _first_step(run.free, ends, each.index) for each in found if each.kind == STEP}
-    return [(each, firsts.get(each.index, ends[each.index]), firsts.get(each.end, ends[each.end])) for each in found]
+    firsts = {each.index: _first_step(points, ends, each.index) for each in found if each.kind == STEP}
+    return [
+        (
+            replace(each, low=ends[each.low], high=ends[each.high]),
+            firsts.get(each.index, ends[each.index]),
+            firsts.get(each.end, ends[each.end]),
+        )
+        for each in found
+    ]
 
 
-def _first_step(blocks: Sequence[TimeBlock], ends: Sequence[int], index: int) -> int:
-    """Return the first step of a new level that begins in a cell or next to it: the block that splits them best."""
+def _first_step(points: Sequence[_Point], ends: Sequence[int], index: int) -> int:
+    """Return the first step of a new level that begins in a cell or next to it: the point that splits them best."""
     sides = [(ends[max(0, index + low)], ends[min(len(ends) - 1, index + high)]) for low, high in _SIDES]
-    before, within, after = ([block for block in blocks if low <= block.step < high] for low, high in sides)
+    before, within, after = ([point for point in points if low <= point.step < high] for low, high in sides)
     if not (before and within and after):
         return ends[index]
-    old, new = (median(block.median_ns for block in side) for side in (before, after))
+    old, new = (median(point.ns for point in side) for side in (before, after))
     middle, sign = (old + new) / 2, 1 if new > old else -1
-    # Each block on the wrong side of the split counts against it.
-    costs = [sign if block.median_ns > middle else -sign for block in within]
+    # Each point on the wrong side of the split counts against it.
+    costs = [sign if point.ns > middle else -sign for point in within]
     sums = [0, *accumulate(costs)]
     cut = min(range(len(sums)), key=sums.__getitem__)
     return within[cut].step if cut < len(within) else ends[index + 1]
 
 
 def step_series(run: Run) -> tuple[list[int], list[float]]:
-    """Return first steps of cells of equally many steps, and the typical step time of each.
+    """Return first steps of cells of equally many steps, and the typical step time of each."""
+    return _cells(run, _points(run))
 
-    The blocks of a history become longer as the run goes on. Where it is known, time in which training waited for a
-    CPU core is left out: it comes from other processes. It is spread unevenly over steps, so it is taken from the sum
-    of many.
+
+def _points(run: Run) -> list[_Point]:
+    """Return the step time of each block; if the wait for a CPU core is known, without it, where that was read.
+
+    The wait comes from other processes. It is spread unevenly over steps, so it is taken from the sum of all steps
+    between two readings.
     """
-    blocks, waits = run.free, run.tracks.get("core_wait_share")
-    length = max((block.num_steps for block in blocks), default=1)
-    if waits is not None:
-        length = max(length, run.num_steps // _CELLS)
-    cells: dict[int, list[TimeBlock]] = {}
-    for block in blocks:
-        cells.setdefault(block.step // length, []).append(block)
+    waits = run.tracks.get("core_wait_share")
     if waits is None:
-        return [cell[0].step for cell in cells.values()], [
-            median(b.median_ns for b in cell) for cell in cells.values()
-        ]
-    waited = _Waited(waits)
-    values = []
-    for cell in cells.values():
-        own = sum(own_ns(block.wall_ns, block.host_ns) for block in cell)
-        rest = own - waited.between(cell[0].start_ns, cell[-1].end_ns)
-        values.append(max(0.01 * own, rest) / sum(block.num_steps for block in cell))
-    return [cell[0].step for cell in cells.values()], values
+        return [_Point(block.step, block.num_steps, block.median_ns) for block in run.free]
+    groups: dict[int, list[TimeBlock]] = {}
+    for block in run.free:
+        groups.setdefault(bisect_left(waits.steps, block.step + block.num_steps - 1), []).append(block)
+    found = []
+    for reading, blocks in groups.items():
+        if reading < len(waits.steps):
+            own = sum(own_ns(block.wall_ns, block.host_ns) for block in blocks)
+            num_steps = sum(block.num_steps for block in blocks)
+            found.append(_Point(blocks[0].step, num_steps, max(1.0, own * (1 - waits.values[reading]) / num_steps)))
+    return found
 
 
-class _Waited:
-    """The time that training waited for a core until each reading, and in between at the same rate."""
-
-    def __init__(self, shares: Track) -> None:
-        lengths = [later - earlier for earlier, later in pairwise(shares.ns)]
-        self._ns = shares.ns
-        self._sums = [0.0, *accumulate(ns * share for ns, share in zip(lengths, shares.values[1:]))]
-
-    def between(self, start_ns: int, end_ns: int) -> float:
-        return self._until(end_ns) - self._until(start_ns)
-
-    def _until(self, ns: int) -> float:
-        i = bisect_left(self._ns, ns)
-        if i == 0 or i == len(self._ns):
-            return self._sums[max(0, i - 1)]
-        share = (ns - self._ns[i - 1]) / max(1, self._ns[i] - self._ns[i - 1])
-        return self._sums[i - 1] + share * (self._sums[i] - self._sums[i - 1])
+def _cells(run: Run, points: Sequence[_Point]) -> tuple[list[int], list[float]]:
+    """Return points as cells of equally many steps: those of a history become longer as the run goes on."""
+    length = max(1, max((point.num_steps for point in points), default=1), run.num_steps // MOST_POINTS)
+    cells: dict[int, list[_Point]] = {}
+    for point in points:
+        cells.setdefault(point.step // length, []).append(point)
+    return [cell[0].step for cell in cells.values()], [median(p.ns for p in cell) for cell in cells.values()]
 
 
 def slowdowns(run: Run) -> tuple[Slowdown, ...]:
@@ -142,7 +149,8 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
         cells = list(zip(pairwise(steps), values))[change.index : change.end]
         lost_ns = sum(max(0.0, ns - change.before) * (later - step) for (step, later), ns in cells)
         levels = change.before, change.after
-        found.append(Slowdown(change.kind, first, end - 1, end > run.last_step, *levels, lost_ns, together))
+        within = min(first, change.low), max(first, change.high)
+        found.append(Slowdown(change.kind, first, *within, end - 1, end > run.last_step, *levels, lost_ns, together))
     return tuple(sorted(found, key=lambda each: -each.lost_ns))
 
 

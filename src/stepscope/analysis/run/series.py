@@ -1,7 +1,7 @@
 """A whole run as series: its time in blocks of steps, and every other figure at the steps where it is known."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import median
@@ -122,14 +122,17 @@ class Run:
         return form.format(moment.strftime(f"{day}%H:%M:%S"))
 
 
-def blocks_of_steps(samples: Iterable[StepSample], origin_ns: int, num_steps: int) -> list[TimeBlock]:
-    """Return exact steps as at most `MOST_BLOCKS` blocks, and a few more where windows end."""
+def blocks_of_steps(
+    samples: Iterable[StepSample], origin_ns: int, num_steps: int, ends: Container[int] = ()
+) -> list[TimeBlock]:
+    """Return exact steps as at most `MOST_BLOCKS` blocks, and more where windows end, and after the steps `ends`."""
     length = max(1, num_steps // MOST_BLOCKS)
     found: list[TimeBlock] = []
     pending: list[StepSample] = []
     for sample in samples:
         if pending and (
             len(pending) >= length
+            or pending[-1].step in ends
             or sample.window != pending[0].window
             or bool(sample.num_compiles) != bool(pending[0].num_compiles)
         ):

@@ -154,6 +154,15 @@ class History:
         found = [ns for end_ns, ns in recent if end_ns >= recent[-1][0] - within_ns]
         return found if len(found) >= least else [ns for _, ns in recent[-least:]]
 
+    def pace_ns(self, within_ns: int) -> int | None:
+        """Return the time per step now: the mean of the steps that ended `within_ns`, or the last one if it is long.
+
+        Not the median of several: where steps have just become slower, most of them are those from before.
+        """
+        recent = list(self._recent)
+        found = [ns for end_ns, ns in recent if end_ns > recent[-1][0] - within_ns]
+        return round(sum(found) / len(found)) if found else None
+
     def usual_ns(self, without_ns: int, least: int) -> int | None:
         """Return the median step of the run, without its end; None if there are too few blocks."""
         last_ns = self._recent[-1][0] if self._recent else 0
