@@ -67,8 +67,8 @@ def _slower(run: Run, slow: Slowdown) -> Finding:
     figures = [("step_time_ns", slow.before_ns, slow.after_ns)]
     figures += [(each.name, each.before, each.after) for each in slow.together]
     rows = [{"figure": name, "before": first, "after": second} for name, first, second in figures]
-    stretch = {"step": slow.step, "earliest_step": slow.earliest_step, "latest_step": slow.latest_step}
-    stretch |= {"end_step": slow.end_step, "kind": slow.kind, "lost_ns": slow.lost_ns}
+    within = {"earliest_step": slow.earliest_step, "latest_step": slow.latest_step}
+    stretch = {"step": slow.step, **within, "end_step": slow.end_step, "kind": slow.kind, "lost_ns": slow.lost_ns}
     return Finding(
         sentence=f"{what}{where}{because} This cost {span(slow.lost_ns)} so far, {percent(share)} of the run.",
         fix=_fix(parts, others),

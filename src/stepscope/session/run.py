@@ -46,8 +46,8 @@ def run_of(recording: Recording | None, history: History | None) -> Run:
     last = blocks[-1].step + blocks[-1].num_steps if blocks else 0
     if recording is not None and samples and len(position.processes) < 2 and samples[-1].step + 1 >= last:
         waits = tracks.get("core_wait_share")  # is that of the steps since it was read before
-        ends = frozenset(waits.steps if waits is not None else ())
-        blocks = blocks_of_steps(samples, position.origin_ns, len(samples), ends)  # exact
+        read_at = frozenset(waits.steps if waits is not None else ())
+        blocks = blocks_of_steps(samples, position.origin_ns, len(samples), read_at)  # exact
         tracks |= _tracks_of_steps(recording, position.origin_ns, tracks)
     facts: Any = recording.facts if recording is not None else {}
     happenings = (
