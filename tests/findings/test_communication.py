@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from stepscope import analyze
+from stepscope.analysis.ranks.network import transfers
+from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.ranks import communication, stragglers
 from stepscope.session import open_session
@@ -111,6 +116,77 @@ def test_two_calls_say_too_little_of_the_clocks(tmp_path):
     ranks = {"rank0": rank_trace(0, num_steps=2), "rank1": rank_trace(1, late_us=2000, num_steps=2)}
 
     assert stragglers(case_of(tmp_path, **ranks)) == []
+
+
+def member_trace(rank, members, transfers_us):
+    """Steps of 10 ms: 4 ms of computing, and an all-reduce among `members`, which come in turns 20 µs apart."""
+    trace = TraceBuilder(distributedInfo={"backend": "nccl", "rank": rank, "world_size": 4})
+    said = {**SAYS, "Process Group Name": str(members[0]), "Process Group Ranks": str(members)}
+    for step, transfer in enumerate(transfers_us):
+        begin = 10_000 * step + 7_000_000 * rank  # and each on a clock of its own
+        trace.step(step + 1, begin, 10_000)
+        trace.op("aten::mm", begin + 5, 10, id=10 * step + 1)
+        trace.launch("gemm", begin + 6, runs=(begin + 10, 4000), id=10 * step + 1)
+        start = begin + 4020 + (20 if rank % 2 == step % 2 else 0)
+        end = begin + 4040 + transfer
+        trace.launch("ncclDevKernel_AllReduce", begin + 30, runs=(start, end - start), id=10 * step + 2, **said)
+        trace.op("aten::add_", begin + 40, 20, id=10 * step + 4)
+        trace.call("cudaStreamSynchronize", begin + 70, end - begin - 70)
+        trace.launch("add", end + 5, runs=(end + 10, 100), id=10 * step + 4)
+    return trace
+
+
+def two_groups():
+    """Ranks 0 and 1 move 2 MiB in 1 ms, ranks 2 and 3 in 3 ms."""
+    return {f"rank{rank}": member_trace(rank, [0, 1] if rank < 2 else [2, 3], [1000 if rank < 2 else 3000] * 6)
+            for rank in range(4)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "confidence"), [(None, "low"), (2, "medium")])
+def test_a_group_whose_network_is_slow(tmp_path, rank, confidence):
+    for name, trace in two_groups().items():
+        trace.write(tmp_path / f"{name}.json")
+    case = open_session(tmp_path, use_cache=False).case
+    if rank is not None:  # as if its trace were the first
+        whole = case
+        case = replace(open_session(tmp_path, rank=rank, use_cache=False).case, _ranks=vars(whole)["_ranks"])
+
+    (finding,) = stragglers(case)
+
+    assert "6 of 6 calls of all_reduce of 2.00 MiB among ranks 2, 3 take 3.00 ms after the last" in finding.sentence
+    assert "(median of the other groups: 1.00 ms)" in finding.sentence and "but the network, or" in finding.sentence
+    assert finding.saving_ns == pytest.approx(2e6, rel=0.02) and finding.confidence == confidence
+    assert len(finding.places) == (0 if rank is None else 6)
+
+
+def test_a_network_that_is_slow_at_times(tmp_path):
+    took_us = [1000, 1000, 1100, 4000, 900, 1000, 4200, 1000]
+    ranks = {f"rank{rank}": member_trace(rank, [0, 1], took_us) for rank in range(2)}
+
+    (finding,) = stragglers(case_of(tmp_path, **ranks))
+
+    assert "2 of 8 calls of all_reduce of 2.00 MiB among ranks 0, 1 take 4.10 ms" in finding.sentence
+    assert "(median of its other calls: 1.00 ms)" in finding.sentence and "the network at times" in finding.sentence
+    assert finding.saving_ns == pytest.approx(6.2e6 / 8, rel=0.03) and finding.confidence == "low"
+    (fact,) = [fact.value for fact in rank_facts(analyze(tmp_path).across) if fact.title == "network"]
+    assert fact.startswith("2 of 8 all_reduce calls of 2.00 MiB among ranks 0, 1 take 1.5 times their usual 1.00 ms")
+
+
+def test_a_rank_without_a_trace_may_be_the_late_one(tmp_path):
+    ranks = two_groups()
+    del ranks["rank3"]
+    for name, trace in ranks.items():
+        trace.write(tmp_path / f"{name}.json")
+    across = open_session(tmp_path, use_cache=False).case.across
+
+    assert transfers(across.stragglers)["members"].to_list() == ["0, 1"]
+
+
+@needs_traces
+def test_eight_real_ranks_have_too_few_equal_calls_to_judge_the_network():
+    across = open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case.across
+
+    assert transfers(across.stragglers)["num_slow"].sum() == 0
 
 
 @needs_traces

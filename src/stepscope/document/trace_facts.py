@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
+from stepscope.analysis.ranks.network import SLOW, transfers
 from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAccount
 from stepscope.document.kernel_names import short_name
 from stepscope.document.model import Fact
@@ -50,6 +51,13 @@ def rank_facts(across: AcrossRanks) -> Iterator[Fact]:
         share = percent(waiting / max(1, waiting + moving))
         last = f"rank {worst['rank']} is last in {worst['num_last']} of {calls.height}"
         yield Fact("waiting", f"{share} of the time in matched collectives is waiting for the last rank; {last}")
+    if (groups := transfers(across.stragglers)).height and groups["num_slow"][0]:
+        slow = groups.row(0, named=True)
+        calls_text = f"{slow['num_slow']} of {plural(slow['num_calls'], slow['collective'] + ' call')}"
+        usual = f"{SLOW} times their usual {duration(slow['usual_ns'], 3)} or more after the last rank has come"
+        yield Fact(
+            "network", f"{calls_text} of {size(slow['bytes'])} among ranks {safe(slow['members'], 40)} take {usual}"
+        )
     yield Fact("clocks", _clocks(across))
     if across.matched.unlinked.num:
         yield Fact("not matched", f"{percent(across.matched.unlinked.share)} of collectives across ranks")

@@ -16,6 +16,7 @@ from stepscope.analysis.kernels.ops import modules, ops
 from stepscope.analysis.memory.allocator_events import MemorySummary, memory_summary, memory_timeline
 from stepscope.analysis.ranks import side_by_side
 from stepscope.analysis.ranks.collectives import collectives, collectives_by_size
+from stepscope.analysis.ranks.network import transfers
 from stepscope.analysis.ranks.streamed_json import plain, text_of
 from stepscope.analysis.structure.intervals import last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked, Share, link
@@ -339,6 +340,7 @@ def _across_json(across: AcrossRanks, most: int) -> dict[str, Any]:
         "stragglers": across.stragglers.ranks,
         "num_clamped": across.stragglers.num_clamped,
         "waits": across.stragglers.pairs.head(most),
+        "transfers": transfers(across.stragglers).head(most),
         "collectives": across.stragglers.calls.sort("wait_ns", descending=True).head(most),
     }
 

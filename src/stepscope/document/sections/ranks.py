@@ -6,6 +6,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.ranks.collectives import collectives_by_size
+from stepscope.analysis.ranks.network import SLOW, transfers
 from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis
 from stepscope.analysis.ranks.side_by_side import REASONS
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text, Value
@@ -152,6 +153,10 @@ def _waits(across: AcrossRanks) -> Iterator[Part]:
     calls = found.calls.sort("wait_ns", descending=True)
     title = "collectives with the longest waits"
     yield table_of(calls, "collective_calls", title, f"{names} bus_bandwidth_bytes_per_s")
+    if (groups := transfers(found)).height:
+        note = "transfer: median after the last rank came; usual: of other groups, else of this group's calls"
+        title = "equal collectives by group"
+        yield table_of(groups, "transfers", title, num_shown=_MOST_RANKS, note=f"{note}; slow: {SLOW} times as long")
     if found.num_clamped:
         yield Text(
             f"{plural(found.num_clamped, 'kernel')} ended before the last rank arrived: the clocks or the matches of "

@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.ranks.collectives import collectives_by_size
+from stepscope.analysis.ranks.network import timed_transfers, transfers
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, size, whole_percent
 
@@ -86,7 +87,7 @@ _MORE = 1.05
 
 @rule
 def stragglers(case: Case) -> list[Finding]:
-    """Do all ranks wait for one slow rank?"""
+    """Do all ranks wait for one slow rank, or for a slow network?"""
     across = case.across
     calls = across.stragglers.calls
     if calls.is_empty():
@@ -97,9 +98,9 @@ def stragglers(case: Case) -> list[Finding]:
     worst = ranks.row(0, named=True)
     whole_ns = int(ranks["wait_ns"].sum())
     late = calls.filter(pl.col("last_rank") == worst["rank"], pl.col("is_certain"))
-    if not whole_ns or worst["caused_wait_ns"] < _CAUSED_SHARE * whole_ns or late.height * 2 < calls.height:
-        return []
     num_steps = max(1, calls["step"].n_unique())
+    if not whole_ns or worst["caused_wait_ns"] < _CAUSED_SHARE * whole_ns or late.height * 2 < calls.height:
+        return _slow_network(case, num_steps)
     # This rank's kernels in the delayed collectives.
     delayed = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
     delayed = delayed.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
@@ -112,7 +113,7 @@ def stragglers(case: Case) -> list[Finding]:
         shorter = waiting.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
         saving_ns = case.saving_ns(Change(duration_ns={event: float(ns) for event, ns in shorter.iter_rows()}))
     if not case.is_worth(saving_ns):
-        return []
+        return _slow_network(case, num_steps)
     others = ranks.filter(pl.col("rank") != worst["rank"])
     waited_ns = float(others["wait_ns"].mean() or 0.0) / num_steps  # type: ignore[arg-type]
     is_every_step = late["step"].n_unique() == num_steps
@@ -136,6 +137,50 @@ def stragglers(case: Case) -> list[Finding]:
             Evidence("GPU time by rank", gpu_times),
         ),
     )
+
+
+def _slow_network(case: Case, num_steps: int) -> list[Finding]:
+    """Return the group whose transfers lose most time: no rank is late, but they take longer than equal ones."""
+    across = case.across
+    groups = transfers(across.stragglers)
+    if groups.is_empty() or not groups["num_slow"][0]:
+        return []
+    worst = groups.row(0, named=True)
+    same = [pl.col(name) == worst[name] for name in ("collective", "bytes", "group_size", "members")]
+    slow = timed_transfers(across.stragglers).filter(*same, pl.col("excess_ns") > 0)
+    own = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
+    kernels = case.account.collectives.join(own.join(slow.select("call", "excess_ns"), on="call"), on="start_ns")
+    saving_ns = float(slow["excess_ns"].sum()) / num_steps
+    is_always = worst["num_slow"] * 2 > worst["num_calls"]
+    is_replayed = is_always and kernels.height > 0  # this rank is in the group, and its typical steps are slow
+    if is_replayed:
+        inside = kernels.filter(pl.col("event").is_in(case.replay.events))
+        shorter = inside.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("excess_ns"), 0))
+        saving_ns = case.saving_ns(Change(duration_ns={event: float(ns) for event, ns in shorter.iter_rows()}))
+    if not case.is_worth(saving_ns):
+        return []
+    what = f"{worst['collective']} of {size(worst['bytes'])}"
+    usual = "the other groups" if worst["num_groups"] > 1 else "its other calls"
+    took_ns = float(slow["transfer_ns"].median())  # type: ignore[arg-type]
+    which = f"ranks {worst['members']}" if worst["group_size"] <= 8 else f"{worst['group_size']} ranks"
+    return one_finding(
+        sentence=f"No rank is late, but {worst['num_slow']} of {plural(worst['num_calls'], 'call')} of {what} among "
+        f"{which} take {duration(took_ns, 3)} after the last rank has come (median of {usual}: "
+        f"{duration(worst['usual_ns'], 3)}). So neither a host nor the computing of a GPU is slow, but the network"
+        f"{'' if is_always else ' at times'}, or what shares it. Traces do not show which link: a group is as fast "
+        "as its slowest.",
+        fix=f"NCCL_DEBUG=INFO shows the transport between these ranks (NET/IB, NET/Socket, P2P, SHM); nccl-tests "
+        f"(all_reduce_perf -b {worst['bytes']}) measures it without the training",
+        saving_ns=saving_ns,
+        derived="the step replayed with the usual transfer" if is_replayed else
+        "the time over the usual transfer, divided by all steps; not replayed, because the typical steps of this "
+        "rank do not have these calls",
+        confidence="medium" if is_replayed else "low",
+        places=case.places(kernels["event"]),
+        falsified_by="trace again; the finding is wrong if other groups or calls are slow, or if computing beside "
+        "these collectives takes their place on the GPU",
+        evidence=(Evidence("equal collectives", groups.head(8).to_dicts()),),
+    )  # fmt: skip
 
 
 def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
