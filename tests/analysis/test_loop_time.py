@@ -16,18 +16,18 @@ from stepscope.trace.recording import Aside, read_recording
 def loop(tmp_path):
     """Return the time of 12 steps of 10 ms with evaluations of so many ms: before them, before a step, after them."""
 
-    def measured(lead=0, tail=0, exit_after=None, **before):
+    def measured(lead=0, tail=0, exit_after=None, kind="evaluation", **before):
         steps = [sample(step) for step in range(12)]
         for name, ms in before.items():
             step = steps[int(name.removeprefix("step"))]
-            step["host_ns"] = {**step["host_ns"], "evaluation": ms * MS}
+            step["host_ns"] = {**step["host_ns"], kind: ms * MS}
             step["wall_ns"] += ms * MS
         facts = cpu_facts(command={"argv": ["train.py"], "exit_after": exit_after})
         recording = read_recording(write_recording(tmp_path / "run", facts, steps))
-        return loop_time(replace(recording, lead=aside(lead), tail=aside(tail)), on_device=False)
+        return loop_time(replace(recording, lead=aside(kind, lead), tail=aside(kind, tail)), on_device=False)
 
-    def aside(ms):
-        return Aside(0, ms * MS, {"evaluation": ms * MS}, {"evaluation": 1}) if ms else None
+    def aside(kind, ms):
+        return Aside(0, ms * MS, {kind: ms * MS}, {kind: 1}) if ms else None
 
     return measured
 
@@ -53,6 +53,12 @@ def test_a_run_that_was_stopped_tells_how_often_by_the_distance_from_first_to_la
 def test_one_evaluation_after_the_last_step_belongs_to_the_run(loop):
     assert loop(tail=120).between_ns == {"evaluation": 10 * MS}
     assert loop(tail=120, exit_after=12).between_ns == {}
+
+
+def test_a_loader_that_starts_after_the_last_step_feeds_none(loop):
+    """The data of a test at the end, after one loader that was started before the first step."""
+    assert loop(tail=120, step0=60, kind="loader_start").between_ns == {}
+    assert loop(tail=120, step0=60, step6=60, kind="loader_start").between_ns == {"data": 10 * MS}
 
 
 def test_what_a_compiling_step_collects_as_garbage_happens_once(tmp_path):

@@ -9,12 +9,14 @@ from device_cases import BF16
 from host_cases import case_of
 from recorded_cases import recorded, run_script
 
+from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.document.findings import findings_part
 from stepscope.errors import Unavailable
 from stepscope.findings.diagnose import diagnose
 from stepscope.findings.rules.cpu import cpu_float32, cpu_threads, small_cpu_ops
 from stepscope.findings.rules.padding import padding
-from stepscope.findings.rules.step_times import waiting_for_data
+from stepscope.findings.rules.step_times import between_steps, waiting_for_data
+from stepscope.session import open_session
 from stepscope.session.case import Case
 from trace_builder import TraceBuilder
 
@@ -84,6 +86,22 @@ def test_workers_are_judged_by_the_loader_s_own_figures(tmp_path, loader, cores,
 
     (finding,) = waiting_for_data(case)
 
+    assert advice in finding.fix
+
+
+@pytest.mark.parametrize(("num_workers", "advice"), [(0, "num_workers=7"), (2, "keep the workers")])
+def test_only_workers_can_be_kept_from_one_epoch_to_the_next(tmp_path, num_workers, advice):
+    """Every fifth step waits 30 ms for the first batch of an epoch."""
+    loader = {"num_workers": num_workers}
+    steps = [sample(step) for step in range(20)]
+    for step in steps[::5]:
+        step["host_ns"] = {**step["host_ns"], "loader_start": 30 * MS}
+        step.update(wall_ns=40 * MS, num_times={"loader_start": 1})
+    write_recording(tmp_path, cpu_facts(trace=None, loader=loader, flags={"num_cores": 8}), steps)
+
+    (finding,) = between_steps(open_session(tmp_path, use_cache=False).case)
+
+    assert finding.saving_ns == 6 * MS
     assert advice in finding.fix
 
 

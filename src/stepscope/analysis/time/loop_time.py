@@ -205,7 +205,8 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     """Return what a kind of work between steps takes per step, and whether that is known.
 
     If the script ran to its end, everything it did counts. Else the distance from the first time to the last tells
-    how often it happens. What happens only before the first step is part of starting up.
+    how often it happens. What happens only before the first step is part of starting up. A DataLoader that starts
+    after the last step feeds none.
     """
     num_steps = len(recording.samples)
     # Compiling collects garbage for seconds, and that happens once.
@@ -213,7 +214,8 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     times = Counter({sample.step: sample.host_ns[kind] for sample in samples if sample.host_ns.get(kind)})
     stopped_early = (recording.facts.get("command") or {}).get("exit_after")
     is_whole = recording.status == "finished" and not stopped_early
-    for step, aside in ((0, recording.lead), (num_steps, recording.tail if is_whole else None)):
+    tail = recording.tail if is_whole and kind != "loader_start" else None
+    for step, aside in ((0, recording.lead), (num_steps, tail)):
         if aside is not None and aside.host_ns.get(kind):
             times[step] += aside.host_ns[kind]
     if not times:

@@ -127,11 +127,12 @@ def between_steps(case: Case) -> list[Finding]:
         where = f" ({row.places[0]})" if row.places else ""
         what = "Starting the DataLoader" if name == "data" else name.capitalize()
         evidence = {"what": name, "times": row.num, "total_ns": row.ns, "per_step_ns": ns}
+        has_workers = name != "data" or (case.recording.facts.get("loader") or {}).get("num_workers") != 0
         findings.append(
             Finding(
                 sentence=f"{what}{where} takes {duration(ns, 3)} per step on average: {plural(row.num, 'time')} in "
                 f"{plural(loop.num_steps, 'step')}, {duration(row.ns / row.num, 3)} each.",
-                fix=_BETWEEN_FIXES[name],
+                fix=_BETWEEN_FIXES[name] if has_workers else _loader_fix(case, ns),
                 saving_ns=ns,
                 rows=("between_steps",),
                 upper_bound=True,
