@@ -8,11 +8,13 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 from host_cases import H200, case_of, recorded
 
+from handmade import cpu_facts, sample, write_recording
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.fusion import parameter_loop
 from stepscope.findings.rules.padding import loss_scaling
 from stepscope.findings.rules.switches import torch_switches
 from stepscope.findings.rules.wide_and_narrow import float64_work, product_order, split_products
+from stepscope.session import open_session
 from stepscope.session.case import Case
 from trace_builder import TraceBuilder
 
@@ -171,6 +173,13 @@ def test_switches_that_slow_a_step(tmp_path):
 
     (found,) = torch_switches(convolving(tmp_path / "d", CONVOLUTION, deterministic_algorithms=True))
     assert "use_deterministic_algorithms(False)" in found.fix
+
+
+def test_what_cudnn_may_do_changes_nothing_on_a_cpu(tmp_path):
+    flags = {"cudnn.deterministic": True}
+    assert len(torch_switches(convolving(tmp_path / "gpu", CONVOLUTION, **flags))) == 1
+    on_cpu = write_recording(tmp_path / "cpu", cpu_facts(trace=None, flags=flags), [sample(0)])
+    assert torch_switches(open_session(on_cpu, use_cache=False).case) == []
 
 
 def test_without_switches_they_cannot_be_checked(tmp_path):

@@ -24,12 +24,13 @@ def _deterministic(case: Case, flags: dict[str, Any]) -> list[Finding]:
         "deterministic_algorithms": "torch.use_deterministic_algorithms(False)",
         "cudnn.deterministic": "torch.backends.cudnn.deterministic = False",
     }
-    on = [name for name in switches if flags.get(name)]
+    is_gpu = (case.recording.facts.get("environment") or {}).get("device") != "cpu"
+    on = [name for name in switches if flags.get(name) and (is_gpu or not name.startswith("cudnn"))]
     if not on:
         return []
+    slower = "Convolutions" if on == ["cudnn.deterministic"] else "Scatters, lookups' backwards and convolutions"
     return one_finding(
-        sentence=f"Deterministic algorithms are on ({', '.join(on)}). Scatters, lookups' backwards and convolutions "
-        "then use slower kernels.",
+        sentence=f"Deterministic algorithms are on ({', '.join(on)}). {slower} then use slower kernels.",
         fix="; ".join(switches[name] for name in on),
         derived="unknown: a trace does not show which kernels would run without it",
         confidence="medium",
