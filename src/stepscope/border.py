@@ -24,6 +24,7 @@ LIMITS = {
     "ROWS_MIB": 1024,  # of a sweep's rows
     "ROWS_VALUES": 30_000_000,  # names and values of a sweep's rows
     "STEPS": 100_000,  # steps read in full: as many as a recording has lines. Later ones are counted.
+    "HISTORY_LINES": 100_000,  # of a history: ten weeks. Of more, the last ones.
     "SQLITE_ROWS": 20_000_000,  # of one table of an SQLite file
     "SNAPSHOT_MIB": 2048,
     "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries

@@ -73,7 +73,7 @@ def test_data_that_becomes_slower_is_named(tmp_path):
 
 
 def test_a_leak_with_its_rate_and_when_memory_runs_out(tmp_path):
-    findings = found(tmp_path, leak_bytes=MIB, total_bytes=16 << 30, clock_mhz=lambda step: 1980.0)
+    findings = found(tmp_path, leak_bytes=MIB, total_bytes=16 << 30, clock_mhz=lambda step: 1980.0, ends=None)
     finding, row = findings.pop("memory_creep")
     assert not findings
     assert row["memory"] == "allocated_bytes" and row["step"] == near(0)
@@ -84,8 +84,12 @@ def test_a_leak_with_its_rate_and_when_memory_runs_out(tmp_path):
 
 
 def test_the_time_until_memory_runs_out_is_without_the_start_up(tmp_path):
-    finding, row = found(tmp_path, leak_bytes=MIB, total_bytes=16 << 30, startup_ns=600_000_000_000)["memory_creep"]
-    assert f"in {row['steps_left'] * 0.1 / 60:.3g} min" in finding.sentence  # of 0.1 s per step
+    faults = {"leak_bytes": MIB, "total_bytes": 16 << 30, "startup_ns": 600_000_000_000}
+    finding, row = found(tmp_path / "0", ends=None, **faults)["memory_creep"]
+    left = f"{row['steps_left'] * 0.1 / 60:.3g} min"  # of 0.1 s per step
+    assert f"in {left}" in finding.sentence and " now." in finding.sentence
+    ended = found(tmp_path / "1", **faults)["memory_creep"][0].sentence
+    assert f"{left} later" in ended and "now" not in ended and "at step 1,999, the last." in ended
 
 
 def test_host_memory_leaks_too(tmp_path):

@@ -52,7 +52,7 @@ def test_changes_and_windows_are_marked(section):
 
 def test_goodput_cost_and_findings_are_facts(section):
     facts = {fact.title: fact for part in section.parts if isinstance(part, Facts) for fact in part.rows}
-    assert facts.keys() == {"since start", "cost", "drift", "evaluation_cost"}
+    assert facts.keys() == {"goodput", "peak memory", "cost", "drift", "evaluation_cost"}
     assert "per million tokens" in facts["cost"].value and "1,200 MHz" in facts["drift"].value
     bars = of(section, Bars, "goodput")
     assert bars.labels[0] == "training" and "evaluation" in bars.labels and "start-up" in bars.labels
@@ -74,7 +74,7 @@ def test_the_card_shows_what_went_wrong(tmp_path):
     write_history(tmp_path, Run(num_steps=2_000, stall_at=(700,)))
     card = Card.of(open_session(tmp_path), price_per_hour=1.0)
     text = terminal_text(card_document(card), width=100)
-    assert "since start" in text and "stalls" in text and "per million tokens" in text
+    assert "since the start" in text and "stalls" in text and "per million tokens" in text
     told = json.loads(json.dumps(card.to_json()))["whole_run"]
     assert sum(told["goodput"]["rows"].values()) == told["goodput"]["wall_ns"]
     assert told["cost"]["unit"] == "tokens" and [each["id"] for each in told["findings"]] == ["stalls"]

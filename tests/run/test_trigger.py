@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ class Job:
     """A recorded training loop in this thread, while others ask for windows."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.num_steps = folder, 0
+        self.folder, self.num_steps, self.slow_s = folder, 0, 0.0
         self.model = nn.Linear(4, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def step(self) -> None:
+        time.sleep(self.slow_s)
         self.model(torch.ones(3, 4)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -86,6 +88,47 @@ def windows_of(folder: Path) -> list[tuple[int, int]]:
     """The first step and the number of steps of each window of a run."""
     events = history.load(folder).events
     return [(event.step, event.details["num_steps"]) for event in events if event.event == "window"]
+
+
+def test_a_window_comes_sooner_if_steps_become_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trigger_request, "MARGIN_SECONDS", 1.5)
+    run = tmp_path / "run"
+    said: list[str] = []
+    with job(run) as running:
+        running.steps_while(lambda: running.num_steps < 300)
+
+        def tell(line: str) -> None:
+            said.append(line)
+            running.slow_s = 0.3 if "begins" in line else running.slow_s
+
+        (window,) = running.during(lambda: stepscope.trigger(run, **FEWEST, tell=tell))
+    assert window == run / "window1"
+    begins = [int(line.split()[-1]) for line in said if "begins at step" in line]
+    assert "steps have become slower" in said[-1] and begins[-1] < begins[-2]
+    assert windows_of(run)[0][0] == begins[-1]
+
+
+def test_a_condition_takes_its_window_sooner_if_steps_become_slower(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with job(run, when="every 300 steps", limit=1) as running:
+        request = run / "control" / "request1.json"
+        running.steps_while(lambda: not request.exists() or "step" not in (requests.read_object(request) or {}))
+        proposed = (requests.read_object(request) or {})["step"]
+        running.slow_s = 0.1
+        running.steps_while(lambda: not (run / "window1" / "recording.json").exists())
+    assert windows_of(run)[0][0] < proposed
+
+
+def test_the_pace_is_that_of_the_last_steps(tmp_path: Path) -> None:
+    from stepscope.recorder.history.history import History
+    from stepscope.recorder.history.writer import Writer
+
+    written = History(tmp_path, Writer())
+    ends = [i * 1_000_000 for i in range(250)] + [3_250_000_000, 6_250_000_000]
+    for step, (start_ns, end_ns) in enumerate(pairwise(ends)):
+        written.add(step, "free", start_ns, end_ns - start_ns, {"unattributed": end_ns - start_ns}, (0, 0, 1))
+    assert written.pace_ns(control.RECENT_NS) == 3_000_000_000
+    assert History(tmp_path, Writer()).pace_ns(control.RECENT_NS) is None
 
 
 def test_a_window_is_a_recording_of_its_own(tmp_path: Path) -> None:

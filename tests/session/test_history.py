@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from history_maker import Run, a_week, write_history
+from stepscope.analysis.run.goodput import goodput
+from stepscope.document.card import Card
 from stepscope.errors import RecordingError
-from stepscope.session import history
+from stepscope.findings.rank_warnings import rank_warnings
+from stepscope.session import history, open_session
+from stepscope.session.run import run_of
+from stepscope.session.watch import Watch
 from stepscope.trace.history_file import Block
 
 
@@ -143,3 +149,58 @@ def test_any_bytes_are_read_without_an_error(tmp_path_factory: pytest.TempPathFa
     (folder / "history.jsonl").write_bytes(b"\n".join(lines))
     history.load(folder)
     history.follow(folder).read()
+
+
+def test_of_very_many_lines_the_last_are_read_and_it_is_said(tmp_path, monkeypatch):
+    folder = write_history(tmp_path, Run(num_steps=2_000))
+    whole = history.load(folder)
+    num_lines = len((folder / "history.jsonl").read_text().splitlines())
+    monkeypatch.setenv("STEPSCOPE_MAX_HISTORY_LINES", "50")
+    found = history.load(folder)
+    assert found.processes == whole.processes
+    assert found.blocks == whole.blocks[-48:]  # and the first line, and the end
+    assert found.events == whole.events and found.num_left_out == num_lines - 50
+    (problem,) = found.problems
+    assert f"the last 50 of {num_lines} lines" in problem
+    assert any(problem in str(fact.value) for fact in Card.of(open_session(folder)).measurement)
+    (rank,) = Watch(folder).update()
+    assert rank.history.problems == (problem,)
+    assert [warning.id for warning in rank_warnings([rank])] == ["damaged_history"]
+
+
+def test_many_naps_and_restarts_take_no_longer_each(tmp_path):
+    """As many of both as blocks: what is counted for each block must not look at all of them."""
+    folder = write_history(tmp_path, Run(num_steps=2_000))
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    block = next(line for line in lines if line.get("step") == 0)
+    written = lines[:1]
+    for i in range(3_000):
+        start_ns = block["start_ns"] + 2 * i * block["wall_ns"]
+        written.append(block | {"step": i * block["num_steps"], "start_ns": start_ns, "max_step": 0})
+        written.append({"event": "suspended", "step": 0, "start_ns": start_ns, "t": block["t"] + i, "ns": 1_000_000})
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    run = run_of(None, history.load(folder))
+    calls = 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        goodput(run)
+    finally:
+        sys.setprofile(None)
+    assert calls < 1_000 * 3_000  # 18 million if each looked at all
+
+
+def test_a_block_with_an_impossible_step_is_not_read(tmp_path):
+    folder = write_history(tmp_path, Run(num_steps=500, save_every=100))
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    block = next(json.loads(line) for line in lines if '"checkpoint":' in line and "num_steps" in line)
+    block |= {"step": 10**18, "max_step": 10**18}
+    (folder / "history.jsonl").write_text("\n".join([*lines[:-1], json.dumps(block), lines[-1]]) + "\n")
+    found = history.load(folder)
+    assert found.num_unread == 1
+    whole = goodput(run_of(None, found))
+    assert min(whole.rows.values()) > 0 and whole.num_steps == 500

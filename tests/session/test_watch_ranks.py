@@ -247,3 +247,12 @@ def test_a_long_run_of_several_ranks_is_kept_in_bounded_memory(tmp_path, monkeyp
     assert len(load(folder).blocks) > 1000
     assert [len(rank.history.blocks) <= 400 for rank in ranks] == [True] * 3
     assert [sum(block.num_steps for block in rank.history.blocks) for rank in ranks] == [50_000] * 3
+
+
+def test_a_launcher_is_no_rank_once_its_ranks_have_folders(tmp_path: Path) -> None:
+    write_recording(tmp_path, {**cpu_facts(), "status": "interrupted"}, [])
+    watch_, _ = watched(tmp_path)
+    assert [(rank.name, rank.state) for rank in watch_.update()] == [("rank 0", "starting")]
+    for number in (0, 1):
+        write_history(tmp_path / f"rank{number}", Run(num_steps=100, host=HERE))
+    assert [(rank.name, rank.num_steps) for rank in watch_.update()] == [("rank 0", 100), ("rank 1", 100)]

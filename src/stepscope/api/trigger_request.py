@@ -18,6 +18,7 @@ TELL_SECONDS = 10.0
 POLL_SECONDS = 0.2
 MARGIN_SECONDS = 4.0
 MOST_TRIES = 5
+LAST_STEPS = 3  # that show the pace of a rank that has agreed to a step
 _OPEN = {requests.ARMED, requests.RUNNING}
 
 
@@ -105,6 +106,19 @@ class _Ranks:
         for rank in self.all:
             rank.answer = requests.read_object(requests.request_file(self.run, number, rank.name)) or rank.answer
 
+    def have_slowed(self, step: int) -> bool:
+        """Return whether a step is far away at the pace of now, which the ranks' last steps show."""
+        from stepscope.session.history import recent_steps
+
+        for rank in self.all:
+            steps = recent_steps(rank.folder, LAST_STEPS)
+            if not steps:
+                return False
+            rank.answer |= {"step": steps[-1].step + 1, "step_ns": sum(each.wall_ns for each in steps) // len(steps)}
+        return all(
+            requests.is_far(step - rank.answer["step"], rank.step_ns / 1e9, MARGIN_SECONDS) for rank in self.all
+        )
+
     def states(self) -> set[str]:
         return {str(rank.answer.get("state")) for rank in self.all}
 
@@ -122,8 +136,13 @@ def _take(ranks: _Ranks, wanted: dict[str, Any], tell: Callable[[str], None]) ->
                 raise RecordingError(f"{silent} did not answer within {SEE_SECONDS:.0f} s: no window was taken")
         step = _agree(ranks, number, wanted, tell)
         tell(f"window {number} begins at step {step}")
-        for _ in _until(ranks, number, tell, lambda _: not ranks.states() & _OPEN):
-            pass
+        looked_s = 0.0
+        for seconds in _until(ranks, number, tell, lambda _: not ranks.states() & _OPEN):
+            if seconds - looked_s > MARGIN_SECONDS and ranks.states() == {requests.ARMED}:
+                looked_s = seconds
+                if ranks.have_slowed(step):
+                    step = _agree(ranks, number, wanted, tell)
+                    tell(f"steps have become slower: window {number} begins at step {step}")
     except BaseException:
         requests.replace(path, {**wanted, "step": 0, "is_withdrawn": True})
         raise

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.analysis.run.series import Run
 from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
@@ -68,7 +69,12 @@ class Card(Shown):
             verdict=verdict(recording, summary),
             run=tuple(_run(recording)),
             figures=tuple(figures(recording, summary)),
-            measurement=(*_steps(recording, summary), *_processes(processes), *_caveats(recording), *lacks),
+            measurement=(
+                *_steps(recording, summary),
+                *_processes(processes),
+                *_caveats(recording, session.run),
+                *lacks,
+            ),
             ledger=ledger,
             whole_run=WholeRun.of(session, price_per_hour),
         )
@@ -102,7 +108,9 @@ def card_document(card: Card) -> Document:
     diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
     last = Fact("recording", str(shown)), Fact("next", f"{diagnose}stepscope report {shlex.quote(str(shown))} --open")
     whole = [] if card.whole_run is None else card.whole_run.facts(card.has_history)
-    parts: list[Part] = [Facts((*card.run, *card.figures, *whole))]
+    # With a history, goodput is that of the whole run, as `watch` shows it, and not of the loop alone.
+    figures = [fact for fact in card.figures if fact.title != "goodput" or not card.has_history]
+    parts: list[Part] = [Facts((*card.run, *figures, *whole))]
     if summary.rows:
         title, names = f"where a step goes ({how_split(summary)})", [row.name for row in summary.rows]
         series = (Series("step", [row.ns for row in summary.rows]),)
@@ -222,12 +230,12 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Fact]:
         yield Fact("overhead", effects, "probed step ÷ clean step; clean steps are not probed")
 
 
-def _caveats(recording: Recording) -> Iterator[Fact]:
+def _caveats(recording: Recording, run: Run) -> Iterator[Fact]:
     for note in recording.facts.get("notes") or []:
         yield Fact("note", f"{note.get('about')}: {note.get('text')}")
     if trimmed := (recording.facts.get("trace") or {}).get("trimmed"):
         yield Fact("note", f"trace: {trimmed}")
     if dropped := (recording.facts.get("steps") or {}).get("num_lines_dropped"):
         yield Fact("note", f"{dropped:,} lines are not in samples.jsonl. history.jsonl has sums of all steps")
-    for warning in recording.warnings:
+    for warning in (*recording.warnings, *run.problems):
         yield Fact("warning", warning)

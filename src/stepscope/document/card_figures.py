@@ -138,10 +138,14 @@ def _memory(recording: Recording) -> Iterator[Fact]:
             "memory",
             f"peak {peaks[0]} allocated, {peaks[1]} reserved; {peaks[2]} of "
             f"{size(memory['driver_total_bytes'])} in use on the device",
-            f"{memory['num_allocator_retries']} allocator retries",
+            f"until the end of the clean window; {memory['num_allocator_retries']} allocator retries",
         )
     elif "peak_resident_bytes" in memory:
-        yield Fact("memory", f"peak {size(memory['peak_resident_bytes'])} resident", "host memory of the process")
+        yield Fact(
+            "memory",
+            f"peak {size(memory['peak_resident_bytes'])} resident",
+            "host memory, until the end of the clean window",
+        )
 
 
 def _counters(recording: Recording, summary: Summary) -> Iterator[Fact]:

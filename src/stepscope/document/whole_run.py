@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepscope.analysis.run.goodput import Goodput
+from stepscope.analysis.run.series import Run
 from stepscope.analysis.time.loop_time import MEASURING, TRAINING
 from stepscope.document.model import Bars, Fact, Series
 from stepscope.findings.finding import Finding
 from stepscope.findings.over_time import findings_over_time
-from stepscope.formatting import percent, plural, significant, span
+from stepscope.formatting import percent, plural, significant, size, span
 from stepscope.session import Session
 from stepscope.session.goodput import goodput_of, job_of
 
@@ -23,10 +24,13 @@ class WholeRun:
     job: Goodput | None  # of all recordings of the job; null if there is only this one
     findings: tuple[Finding, ...]
     price_per_hour: float | None
+    peak: tuple[str, str] | None = None  # the most memory that the whole run used, and when; null if unknown
 
     @classmethod
     def of(cls, session: Session, price_per_hour: float | None = None) -> "WholeRun":
-        return cls(goodput_of(session), job_of(session), tuple(findings_over_time(session.run)), price_per_hour)
+        run = session.run
+        found = goodput_of(session), job_of(session), tuple(findings_over_time(run))
+        return cls(*found, price_per_hour, _peak_texts(run))
 
     def to_json(self) -> dict[str, Any]:
         cost = None
@@ -43,7 +47,9 @@ class WholeRun:
     def facts(self, is_whole: bool = True) -> Iterator[Fact]:
         """Yield its time, its cost and its findings; without `is_whole`, only what was asked for and is wrong."""
         if self.goodput is not None and is_whole:
-            yield Fact("since start", *_share_texts(self.goodput))
+            yield Fact("goodput", *_share_texts(self.goodput))
+        if self.peak is not None:
+            yield Fact("peak memory", *self.peak)
         if self.job is not None:
             text, detail = _share_texts(self.job)
             yield Fact("job", f"{plural(self.job.num_runs, 'recording')}, {text}", detail)
@@ -59,7 +65,17 @@ def _share_texts(found: Goodput) -> tuple[str, str]:
     lost = sorted(((ns, name) for name, ns in found.rows.items() if name not in (TRAINING, MEASURING)), reverse=True)
     worth = [(ns, name) for ns, name in lost if ns >= _LEAST_LOSS * found.wall_ns][:_MOST_LOSSES]
     texts = ", ".join(f"{name} {percent(ns / found.wall_ns)}" for ns, name in worth)
-    return f"{span(found.wall_ns)}, {percent(found.share)} of it training", f"lost: {texts}" if texts else ""
+    return f"{percent(found.share)} of {span(found.wall_ns)} since the start", f"lost: {texts}" if texts else ""
+
+
+def _peak_texts(run: Run) -> tuple[str, str] | None:
+    """Return the largest memory of the whole run: other windows and steps may use more than the clean ones."""
+    for name, what in (("peak_bytes", "allocated on the GPU"), ("resident_bytes", "resident")):
+        track = run.tracks.get(name)
+        if track is not None:
+            most = max(track.values)
+            return f"{size(most)} {what} in the whole run", f"by {run.when(track.steps[track.values.index(most)])}"
+    return None
 
 
 def goodput_bars(found: Goodput) -> Bars:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from stepscope.analysis.run.drift import Slowdown, Together, slowdowns
-from stepscope.analysis.run.interruptions import LEAST_SHARE, LONG_NS, Interruption, interruption, stalls
+from stepscope.analysis.run.interruptions import LEAST_SHARE, LONG_NS, STOPPED, Interruption, interruption, stalls
 from stepscope.analysis.run.losses import Spike, loss_anomaly
 from stepscope.analysis.run.memory_creep import KINDS, Creep, creeps
 from stepscope.analysis.run.series import Run
@@ -110,17 +110,19 @@ def memory_creep(run: Run) -> list[Finding]:
 def _creeping(run: Run, creep: Creep) -> Finding:
     begin_ns = run.blocks[0].start_ns if run.blocks else 0  # the time before the first step is not repeated
     step_ns = (run.end_ns - begin_ns) / max(1, run.num_steps)
-    out = ""
+    out, verb, last = "", "are", "now"
+    if run.has_ended:
+        verb, last = "would have been", f"at step {creep.last_step:,}, the last"
     if creep.steps_left is not None and creep.free_bytes is not None:
         left_ns = creep.steps_left * step_ns
-        last = creep.last_step + round(creep.steps_left)
+        end = creep.last_step + round(creep.steps_left)
         at = run.clock_text(run.end_ns + round(left_ns), ", at {}")
-        used_up = f"the remaining {size(creep.free_bytes)} are used up at step {last:,}"
-        out = f" At this rate, {used_up}, in {span(left_ns)}{at}."
+        when = f"{span(left_ns)} later" if run.has_ended else f"in {span(left_ns)}{at}"
+        out = f" At this rate, the remaining {size(creep.free_bytes)} {verb} used up at step {end:,}, {when}."
     what = KINDS[creep.name]
     return Finding(
         sentence=f"{what[0].upper()}{what[1:]} grows by {size(creep.per_1000_steps)} per 1,000 steps from "
-        f"{run.when(creep.step)} on: {size(creep.before_bytes)} then, {size(creep.after_bytes)} now.{out}",
+        f"{run.when(creep.step)} on: {size(creep.before_bytes)} then, {size(creep.after_bytes)} {last}.{out}",
         fix="keep numbers, not tensors: losses.append(loss.item()); empty what the loop adds to in every step",
         evidence=(
             Evidence(
@@ -249,6 +251,7 @@ def stall_findings(run: Run) -> list[Finding]:
         return findings
     longest = max(found, key=lambda stall: stall.ns)
     names = {"data": "waiting for data", "suspended": "while the machine slept"}
+    names[STOPPED] = "while the process was stopped"
     why = f", {names[longest.kind]}" if longest.kind in names else ", for no known reason"
     rows = [{"step": each.step, "duration_ns": each.ns, "why": each.kind} for each in found]
     rows.sort(key=lambda row: -int(str(row["duration_ns"])))

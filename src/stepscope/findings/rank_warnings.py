@@ -31,9 +31,9 @@ def rank_warnings(ranks: Sequence[Rank]) -> Iterator[RunWarning]:
             of_state = [rank for rank in of_state if not is_over and rank.silent_s > SILENT_S]
         yield from _ranks_in_trouble(of_state)
     for rank in ranks:
-        if rank.history.num_unread:
-            lines = plural(rank.history.num_unread, "line")
-            yield RunWarning("damaged_history", rank.name, f"{lines} of {rank.name}'s history could not be read.")
+        if rank.history.problems:
+            problems = " ".join(f"{problem}." for problem in rank.history.problems)
+            yield RunWarning("damaged_history", rank.name, f"In the history of {rank.name}, {problems}")
 
 
 def _ranks_in_trouble(ranks: Sequence[Rank]) -> Iterator[RunWarning]:

@@ -59,7 +59,7 @@ def name_stretches(labels: Sequence[str | None]) -> list[str]:
     """Return the name of each consecutive stretch of a step; None stands for the time between two phases.
 
     What surrounds a stretch decides: data that an evaluation fetches belongs to the evaluation, and so does the time
-    between two of its forwards.
+    between two of its forwards, and after the last one until the loop does something else: its metrics.
 
     >>> name_stretches(["data", None, "evaluation", None, "evaluation", None, "data", None, "forward", "backward"])
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -94,7 +94,7 @@ def name_stretches(labels: Sequence[str | None]) -> list[str]:
             name = following or OTHER
         elif label is not None:
             name = label
-        elif previous in _UNTRAINED and adjacent in _FETCHES:
+        elif previous in _UNTRAINED and (adjacent in _FETCHES or _follows(previous, known[i - 1], adjacent)):
             name = previous or OTHER
         elif previous == following == CHECKPOINT:
             name = CHECKPOINT
@@ -102,6 +102,14 @@ def name_stretches(labels: Sequence[str | None]) -> list[str]:
             name = name_between(adjacent)
         names.append(name)
     return names
+
+
+def _follows(untrained: str | None, before: str | None, adjacent: str | None) -> bool:
+    """Return whether the time between two stretches is the rest of an evaluation: it comes right after its forward.
+
+    A batch that is made without a DataLoader counts too; an evaluation takes far longer.
+    """
+    return untrained == before == EVALUATION and adjacent is not None
 
 
 @dataclass

@@ -122,7 +122,7 @@ class Case:
     @property
     def notes(self) -> tuple[str, ...]:
         """Which of several traces this is, whether it is complete, and what of the recording could not be read."""
-        damaged = self._recording.warnings if self._recording is not None else ()
+        damaged = (*self._recording.warnings, *self.run.problems) if self._recording is not None else ()
         is_cut = self._trace is not None and self._trace.facts.is_cut_off
         cut = ["the trace is cut off: GPU work is written last, and may be missing"] if is_cut else []
         return (*self._notes, *cut, *damaged)

@@ -6,6 +6,7 @@ from pathlib import Path
 from stepscope.analysis.run.goodput import Goodput, goodput, job_goodput
 from stepscope.analysis.run.series import Run
 from stepscope.errors import StepscopeError
+from stepscope.session.run import read_history, run_of
 from stepscope.session.session import Session
 from stepscope.trace.kind import Kind
 from stepscope.trace.recording import RECORDING_FILE, read_facts
@@ -14,8 +15,12 @@ MOST_BESIDE = 1000  # folders that are searched for recordings of the same job
 
 
 def goodput_of(session: Session) -> Goodput | None:
-    """Return the goodput of one recording since its process began; None before its first step."""
-    return goodput(session.run, session.summary.loop)
+    """Return the goodput of one recording since its process began; None before its first step.
+
+    It is that of the history's blocks, which `watch` reads too, and not of exact steps: one run has one goodput.
+    """
+    history = read_history(session.path)
+    return goodput(session.run if history is None or not history.blocks else run_of(None, history))
 
 
 def job_of(session: Session) -> Goodput | None:

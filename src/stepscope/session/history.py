@@ -6,7 +6,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepscope.border import limit
 from stepscope.errors import RecordingError
+from stepscope.formatting import plural
 from stepscope.trace.history_file import (
     HISTORY_FILE,
     OLDER_RECENT_FILE,
@@ -30,6 +32,19 @@ class History:
     blocks: tuple[Block, ...] = ()
     events: tuple[Event, ...] = ()
     num_unread: int = 0  # lines that could not be read
+    num_left_out: int = 0  # lines beyond the limit, at the beginning
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was not read, and why."""
+        found = [f"{plural(self.num_unread, 'line')} could not be read"] if self.num_unread else []
+        if self.num_left_out:
+            all_lines = self.num_left_out + limit("HISTORY_LINES")
+            found.append(
+                f"only the last {limit('HISTORY_LINES'):,} of {all_lines:,} lines were read; set "
+                f"STEPSCOPE_MAX_HISTORY_LINES={all_lines} to read all"
+            )
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,7 @@ class Update:
     events: tuple[Event, ...] = ()
     steps: tuple[StepSample, ...] = ()  # exact recent steps; the device times are not known
     num_unread: int = 0
+    num_left_out: int = 0
     starts_over: bool = False  # forget what was read before: steps are counted anew, or the file was replaced
 
 
@@ -48,12 +64,13 @@ def load(folder: Path) -> History:
     """Return the whole run of the rank in `folder`; RecordingError if it has no history."""
     if not (folder / HISTORY_FILE).is_file():
         raise RecordingError(f"{folder} has no {HISTORY_FILE}: it is not a recording, or it has no steps yet")
-    found = Lines()
+    found, tail = Lines(), Tail(folder / HISTORY_FILE)
     try:
-        found.add(Tail(folder / HISTORY_FILE).lines(to_the_end=True))
+        found.add(tail.lines(to_the_end=True))
     except OSError as error:
         raise RecordingError(f"{folder} cannot be read: {error.strerror or error}") from None
-    return History(folder, tuple(found.processes), tuple(found.blocks), tuple(found.events), found.num_unread)
+    lines = tuple(found.processes), tuple(found.blocks), tuple(found.events)
+    return History(folder, *lines, found.num_unread, tail.num_left_out)
 
 
 def recent_steps(folder: Path, most: int = 20_000) -> tuple[StepSample, ...]:
@@ -122,5 +139,6 @@ class Follower:
         return Update(
             *(tuple(found.processes), tuple(found.blocks), tuple(found.events), tuple(steps)),
             num_unread=found.num_unread,
+            num_left_out=self._history.num_left_out,
             starts_over=found.restarts,
         )

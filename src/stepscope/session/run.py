@@ -1,5 +1,6 @@
 """A recording's whole run as series: exact steps where all of them were kept, otherwise the blocks of its history."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
@@ -16,13 +17,14 @@ from stepscope.analysis.run.series import (
     blocks_of_steps,
     own_ns,
 )
+from stepscope.analysis.time.loop_time import BETWEEN
 from stepscope.session.history import History, load
 from stepscope.trace.history_file import HISTORY_FILE, Block, Event, Process
 from stepscope.trace.recording import CounterSample, Recording
 
 _OF_BLOCK = (
-    "allocated_bytes", "reserved_bytes", "resident_bytes", "total_bytes", "available_bytes", "num_collections",
-    "core_wait_share",
+    "allocated_bytes", "reserved_bytes", "peak_bytes", "resident_bytes", "total_bytes", "available_bytes",
+    "num_collections", "core_wait_share",
 )  # fmt: skip
 _OF_GPU = {
     "power_watts": "power_watts", "sm_clock_mhz": "sm_clock_mhz", "gpu_busy_share": "busy_share",
@@ -54,6 +56,7 @@ def run_of(recording: Recording | None, history: History | None) -> Run:
         sorted(position.happenings(history.events), key=lambda each: each.start_ns) if history is not None else []
     )
     tail = recording.tail if recording is not None else None
+    after_ns, after_times = _after_last_step(history) if history is not None else ({}, {})
     ends = [block.end_ns for block in blocks[-1:]] + [each.start_ns + each.ns for each in happenings]
     ends += (
         [tail.start_ns + tail.wall_ns - position.origin_ns]
@@ -68,9 +71,26 @@ def run_of(recording: Recording | None, history: History | None) -> Run:
         happenings=happenings,
         places={kind: tuple(sorted(places, key=lambda place: -places[place]))
                 for kind, places in (facts.get("between") or {}).items()},
-        tail_ns={} if tail is None else tail.host_ns,
-        tail_times={} if tail is None else tail.num_times,
+        tail_ns=after_ns if tail is None else tail.host_ns,
+        tail_times=after_times if tail is None else tail.num_times,
+        problems=tuple(f"{HISTORY_FILE}: {problem}" for problem in history.problems) if history is not None else (),
+        has_ended=any(each.kind == "end" for each in happenings[-1:])
+        or (recording is not None and recording.status != "interrupted"),
     )  # fmt: skip
+
+
+def _after_last_step(history: History) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what the last process did after its last step, and how often."""
+    ns: dict[str, int] = {}
+    times: dict[str, int] = {}
+    last = history.blocks[-1] if history.blocks else None
+    for event in history.events:
+        if last is not None and event.process == last.process and event.start_ns >= last.end_ns:
+            num = event.details.get("num_times")
+            if event.event in BETWEEN and isinstance(num, int):
+                ns[event.event] = ns.get(event.event, 0) + event.ns
+                times[event.event] = times.get(event.event, 0) + num
+    return ns, times
 
 
 class _Position:
@@ -88,8 +108,16 @@ class _Position:
             steps[block.process] = max(steps.get(block.process, 0), block.step + block.num_steps)
         num = max([len(self.processes), *(process + 1 for process in steps)])
         self._first_steps = [0, *accumulate(steps.get(process, 0) for process in range(num))]
-        slept = [event for event in history.events if event.event == "suspended"] if history is not None else []
-        self._slept = [(event.process, event.start_ns, event.ns) for event in slept]
+        slept: dict[int, list[tuple[int, int]]] = {}
+        for event in history.events if history is not None else ():
+            if event.event == "suspended":
+                slept.setdefault(event.process, []).append((event.start_ns, event.ns))
+        ordered = {process: sorted(naps) for process, naps in slept.items()}
+        # By process: when each nap was noted, and how long all until then were.
+        self._slept = {
+            process: ([at for at, _ in naps], [0, *accumulate(ns for _, ns in naps)])
+            for process, naps in ordered.items()
+        }
 
     def step(self, each: Block | Event) -> int:
         return self._first_steps[each.process] + each.step
@@ -98,7 +126,8 @@ class _Position:
         """Return a moment in ns since the beginning; if the machine slept then, the moment it woke up."""
         if process >= len(self.processes) or self.began is None:
             return ns - self.origin_ns
-        slept_ns = sum(length for of, at, length in self._slept if of == process and at <= ns)
+        naps, sums = self._slept.get(process, ((), (0,)))
+        slept_ns = sums[bisect_right(naps, ns)]
         own = self.processes[process]
         return ns - own.start_ns + slept_ns + round((own.began - self.began) * 1e9)
 

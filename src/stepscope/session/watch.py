@@ -82,6 +82,9 @@ class Watch:
             self._missing_since = None if (self.folder / RECORDING_FILE).exists() else self._missing_since
         except OSError:
             folders = list(self._followed)
+        if any(folder.name == "rank0" for folder in folders[1:]) and not (self.folder / HISTORY_FILE).exists():
+            folders.remove(self.folder)  # a launcher, which trains nothing: its first rank has a folder of its own
+            self._followed.pop(self.folder, None)
         if not (self.folder / RECORDING_FILE).exists():
             now = self._clock()
             self._missing_since = now if self._missing_since is None else self._missing_since
@@ -105,7 +108,7 @@ class _Followed:
         self._has_history = False  # else the blocks are made of exact steps
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._steps: list[StepSample] = []
-        self._num_unread = 0
+        self._num_unread = self._num_left_out = 0
         self._facts: RecordingFacts = {"schema_version": 1, "status": "interrupted"}
         self._facts_file: tuple[int, int] | None = None
         self._seen_at: float | None = None  # when something new was read after the first look, on our clock
@@ -132,9 +135,9 @@ class _Followed:
         self._events.extend(update.events)
         self._steps = _newest([*self._steps, *update.steps])
         self._num_unread += update.num_unread
-        history = History(
-            *(self._folder, tuple(self._processes), tuple(self._blocks), tuple(self._events), self._num_unread)
-        )
+        self._num_left_out += update.num_left_out
+        lines = tuple(self._processes), tuple(self._blocks), tuple(self._events)
+        history = History(self._folder, *lines, self._num_unread, self._num_left_out)
         silent_s, is_alive = self._silent_s(), self._is_alive()
         state = self._state(silent_s, is_alive)
         return Rank(self._number(), history, tuple(self._steps), self._facts, state, silent_s, is_alive)

@@ -11,6 +11,7 @@ from stepscope.trace.recording import StepSample, step_of_line
 
 HISTORY_FILE = "history.jsonl"
 RECENT_FILE = "recent.jsonl"
+LEAST_STEP_NS = 1000  # a Python call alone takes longer
 OLDER_RECENT_FILE = "recent.old.jsonl"
 
 
@@ -89,7 +90,8 @@ class Event:
     event: str
     """What the loop did: `evaluation`, `rollout`, `checkpoint`, `logging`, `loader_start`, `garbage_collection`,
     `compile`; `stall`: a step that was long for no known reason; `silent`: no step ended for a minute;
-    `window`: a window that was triggered; `suspended`: the machine slept; `clock_jump`: the time of day was set;
+    `window`: a window that was triggered; `suspended`: the machine slept; `stopped`: the
+    process was stopped by a signal or a debugger; `clock_jump`: the time of day was set;
     `dropped`: lines that could not be written in time; `end`: the recording ended."""
     step: int  # the step in or before which it happened
     start_ns: int  # on the process's monotonic clock, which does not count the time the machine slept
@@ -108,6 +110,7 @@ class Tail:
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self.was_replaced = False
+        self.num_left_out = 0
 
     def first_line(self) -> list[bytes]:
         """Return the first line, if it is there."""
@@ -135,8 +138,19 @@ class Tail:
             data = stream.read(limit("FILE_MIB") << 20)
         end = len(data) if to_the_end else data.rfind(b"\n") + 1
         self._offset += end
-        lines = data[:end].splitlines()
+        lines = self._last_lines(data[:end] if end < len(data) else data)
         return lines[1:] if is_cut else lines
+
+    def _last_lines(self, data: bytes) -> list[bytes]:
+        """Return all lines; of more than the limit the first, in which the process begins, and the last ones."""
+        most = limit("HISTORY_LINES")
+        self.num_left_out = max(0, data.count(b"\n") - most)
+        if not self.num_left_out:
+            return data.splitlines()
+        cut = len(data)
+        for _ in range(most):
+            cut = data.rfind(b"\n", 0, cut)
+        return [data[: data.find(b"\n")], *data[cut + 1 :].splitlines()]
 
 
 class Lines:
@@ -199,6 +213,8 @@ def _block(line: dict[str, Any], process: int) -> Block:
                 raise TypeError("not a count")
     if sum(host_ns.values()) != line["wall_ns"] or not line["num_steps"] or not line["wall_ns"]:
         raise ValueError("steps take time, and the phases are all of it")
+    if (line["step"] + line["num_steps"]) * LEAST_STEP_NS > line["start_ns"] + line["wall_ns"]:
+        raise ValueError("there was no time for so many steps")
     if not is_number(line["t"]) or not is_text(line["window"]):
         raise TypeError("not a time or a window")
     if not (is_number(line.get("core_share", 0)) and is_number(line.get("core_wait_share", 0))):

@@ -203,8 +203,8 @@ def _changes(values: Sequence[float], least_share: float, noise: Noise) -> list[
         found += [step] if step is not None else []
         # A level that lasts may drift by itself.
         if cuts and b - a >= 0.4 * len(values) and (slow := _drift(values[a:b], least_share, noise, [])) is not None:
-            ends_of = (a + each for each in (slow.index, slow.end))
-            found.append(Change(DRIFT, *ends_of, slow.before, slow.after, a + slow.low, a + slow.high))
+            moved = {name: a + getattr(slow, name) for name in ("index", "end", "low", "high")}
+            found.append(replace(slow, **moved))
     return found
 
 

@@ -1,12 +1,14 @@
 """Goodput: which share of the time since a run began was training, and what took the rest."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 
-from stepscope.analysis.run.interruptions import stalls
+from stepscope.analysis.run.interruptions import UNKNOWN, stalls
 from stepscope.analysis.run.series import FREE, RESTART, Run, TimeBlock
-from stepscope.analysis.time.loop_time import BETWEEN, DATA, MEASURING, OTHER, ROWS, TRAINING, WARMUP, LoopTime
+from stepscope.analysis.time.loop_time import BETWEEN, DATA, MEASURING, OTHER, ROWS, TRAINING, WARMUP
 
 STARTUP, STALLS, RESTARTS, REPEATED = "start-up", "stalls", "restarts", "repeated steps"
 ALL_ROWS = (*ROWS[:-2], STARTUP, STALLS, RESTARTS, REPEATED, MEASURING, OTHER)
@@ -44,24 +46,13 @@ class Goodput:
         return unit, price_per_hour * self.wall_ns / 3.6e12 / num * 1e6
 
 
-def goodput(run: Run, loop: LoopTime | None = None) -> Goodput | None:
-    """Return the goodput of a run; None before its first step. `loop` has the same steps, each by itself."""
+def goodput(run: Run) -> Goodput | None:
+    """Return the goodput of a run; None before its first step."""
     if not run.blocks:
         return None
     rows = dict.fromkeys(ALL_ROWS, 0)
-    restarts = [each for each in run.happenings if each.kind == RESTART]
-    if loop is not None and loop.num_steps == run.num_steps and not restarts:
-        for row in loop.rows:
-            rows[row.name] += row.ns
-        stalled_ns = sum(stall.ns for stall in stalls(run) if stall.kind == "stall")
-        rows[STALLS] = min(rows[OTHER], stalled_ns)
-        rows[OTHER] -= rows[STALLS]
-        rest_ns = max(0, run.end_ns - sum(rows.values()))
-        rows[STARTUP] = min(rest_ns, run.blocks[0].start_ns)
-        rows[OTHER] += rest_ns - rows[STARTUP]
-    else:
-        _add_blocks(run, rows)
-        _add_gaps(run, [each.start_ns for each in restarts], rows)
+    _add_blocks(run, rows)
+    _add_gaps(run, [each.start_ns for each in run.happenings if each.kind == RESTART], rows)
     wall_ns = sum(rows.values())
     num_tokens, num_samples = (
         sum(getattr(block, f"num_{unit}") for block in run.blocks) for unit in ("tokens", "samples")
@@ -70,29 +61,26 @@ def goodput(run: Run, loop: LoopTime | None = None) -> Goodput | None:
 
 
 def _add_blocks(run: Run, rows: dict[str, int]) -> None:
-    stalled: dict[int, int] = {}
-    for stall in stalls(run):
-        if stall.kind == "stall":
-            stalled[stall.step] = stall.ns
-    usual_ns = median(_rest_ns(block) / block.num_steps for block in run.free)
-    steps = sorted(stalled)
+    stalled = sorted((stall.step, stall.ns) for stall in stalls(run) if stall.kind in UNKNOWN)
+    usual_ns = median(_rest_ns(block) / block.num_steps for block in run.free or run.blocks)
     at = 0
     for block in run.blocks:
         for kind, ns in block.host_ns.items():
             if kind == DATA or kind in BETWEEN:
                 rows[BETWEEN.get(kind, DATA)] += ns
         rest_ns = _rest_ns(block)
-        while at < len(steps) and steps[at] < block.step:
+        stalled_ns = 0
+        while at < len(stalled) and stalled[at][0] < block.step + block.num_steps:
+            stalled_ns += stalled[at][1] if stalled[at][0] >= block.step else 0
             at += 1
+        stalled_ns = min(stalled_ns, rest_ns)
+        rows[STALLS] += stalled_ns
         lost_ns = 0
-        if at < len(steps) and steps[at] < block.step + block.num_steps:
-            lost_ns = min(stalled[steps[at]], rest_ns)
-            rows[STALLS] += lost_ns
-        elif block.num_compiles or block.window != FREE:
-            lost_ns = max(0, rest_ns - round(usual_ns * block.num_steps))
+        if block.num_compiles or block.window != FREE:
+            lost_ns = max(0, rest_ns - stalled_ns - round(usual_ns * block.num_steps))
             kind = OTHER if block.window == "clean" else MEASURING
             rows[WARMUP if block.num_compiles or block.window == "warmup" else kind] += lost_ns
-        rows[TRAINING] += rest_ns - lost_ns
+        rows[TRAINING] += rest_ns - stalled_ns - lost_ns
 
 
 def _rest_ns(block: TimeBlock) -> int:
@@ -102,25 +90,36 @@ def _rest_ns(block: TimeBlock) -> int:
 def _add_gaps(run: Run, restarts: Sequence[int], rows: dict[str, int]) -> None:
     """Add the time in which no step ran."""
     rows[STARTUP] += run.blocks[0].start_ns
-    slept = [(each.start_ns, each.ns) for each in run.happenings if each.kind == "suspended"]
+    naps = sorted((each.start_ns - each.ns, each.ns) for each in run.happenings if each.kind == "suspended")
+    begins, sums = [at for at, _ in naps], [0, *accumulate(ns for _, ns in naps)]
+    restarts = sorted(restarts)
+
+    def slept(begin_ns: int, end_ns: int) -> int:
+        return sums[bisect_left(begins, end_ns)] - sums[bisect_left(begins, begin_ns)]
+
     for block in run.blocks:
         inside_ns = max(0, block.end_ns - block.start_ns - block.wall_ns)
-        slept_ns = min(inside_ns, sum(ns for at, ns in slept if block.start_ns <= at - ns < block.end_ns))
+        slept_ns = min(inside_ns, max(0, slept(block.start_ns, block.end_ns)))
         rows[STALLS] += slept_ns
         rows[MEASURING] += inside_ns - slept_ns
     for earlier, later in zip(run.blocks, run.blocks[1:]):
         gap_ns = later.start_ns - earlier.end_ns
         if gap_ns <= 0:
             continue
-        began = next((ns for ns in restarts if earlier.end_ns <= ns <= later.start_ns), None)
-        if began is not None:
+        at = bisect_left(restarts, earlier.end_ns)
+        if at < len(restarts) and (began := restarts[at]) <= later.start_ns:
             rows[RESTARTS] += began - earlier.end_ns
             rows[STARTUP] += later.start_ns - began
             continue
-        slept_ns = min(gap_ns, sum(ns for at, ns in slept if earlier.end_ns <= at - ns < later.start_ns))
+        slept_ns = min(gap_ns, slept(earlier.end_ns, later.start_ns))
         rows[STALLS] += slept_ns
         rows[MEASURING] += gap_ns - slept_ns
-    rows[OTHER] += max(0, run.end_ns - run.blocks[-1].end_ns)
+    rest_ns = max(0, run.end_ns - run.blocks[-1].end_ns)
+    for kind, ns in run.tail_ns.items():
+        if kind in BETWEEN:
+            rows[BETWEEN[kind]] += min(ns, rest_ns)
+            rest_ns -= min(ns, rest_ns)
+    rows[OTHER] += rest_ns
 
 
 def job_goodput(runs: Sequence[tuple[Run, Goodput]]) -> Goodput:

@@ -1,14 +1,16 @@
 """What interrupts training: checkpoints, evaluations, garbage collections, and steps that hang."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
-from stepscope.analysis.run.series import Run, TimeBlock
+from stepscope.analysis.run.series import FREE, Run, TimeBlock
 from stepscope.analysis.time.loop_time import BETWEEN, DATA
 
 LEAST_STALL_NS = 1_000_000_000
 LEAST_STALL_STEPS = 5.0  # typical steps
 LEAST_SHARE = 0.03  # of the wall-clock time; less is not worth a finding
+STOPPED = "stopped"
+UNKNOWN = "stall", STOPPED  # what has no other name, and is part of the time of steps
 LONG_NS = 60_000_000_000  # a single stall that is always worth one
 
 
@@ -38,7 +40,7 @@ class Stall:
 
     step: int
     ns: int  # above a typical step
-    kind: str  # `stall`, `data` (it waited for a batch) or `suspended` (the machine slept)
+    kind: str  # `stall`, `data` (it waited for a batch), `suspended` (the machine slept) or `stopped` (the process)
 
 
 def interruption(run: Run, kind: str) -> Interruption | None:
@@ -74,16 +76,39 @@ def _in_block(block: TimeBlock, kind: str) -> int:
 def stalls(run: Run) -> tuple[Stall, ...]:
     """Return the stalls of a run in order: noted ones, and blocks with a step that is far above the typical one."""
     found = {each.step: Stall(each.step, each.ns, each.kind) for each in run.happenings if each.kind == "suspended"}
+    stopped = sorted((each.start_ns, each.start_ns + each.ns) for each in run.happenings if each.kind == STOPPED)
     for each in run.happenings:
         if each.kind == "stall" and each.ns >= LEAST_STALL_NS:
-            found[each.step] = Stall(each.step, each.ns, each.kind)
-    known = sorted(found)
+            before = bisect_left(stopped, (each.start_ns + each.ns, 0)) - 1  # one process is stopped once at a time
+            is_stop = before >= 0 and stopped[before][1] > each.start_ns
+            ns = each.ns - waited_ns(run, each.start_ns + each.ns)
+            if ns >= LEAST_STALL_NS:
+                found[each.step] = Stall(each.step, ns, STOPPED if is_stop else each.kind)
+    for begin, end in stopped:  # no stall is noted in steps that are probed: they may take long
+        at = bisect_right(run.blocks, begin, key=lambda block: block.start_ns) - 1
+        if at >= 0 and run.blocks[at].window not in (FREE, "clean") and begin < run.blocks[at].end_ns:
+            step = run.blocks[at].max_step
+            found[step] = Stall(step, end - begin, STOPPED)
+    known = sorted(each.step for each in run.happenings if each.kind in (*UNKNOWN, "suspended"))
     for block in run.free:
         excess, why = _excess(block)
+        excess -= waited_ns(run, block.end_ns) if excess >= LEAST_STALL_NS else 0
         is_noted = bisect_left(known, block.step) < bisect_left(known, block.step + block.num_steps)
         if excess >= max(LEAST_STALL_NS, LEAST_STALL_STEPS * block.median_ns) and not is_noted:
             found[block.max_step] = Stall(block.max_step, round(excess), why)
     return tuple(found[step] for step in sorted(found))
+
+
+def waited_ns(run: Run, ns: int) -> int:
+    """Return how long training waited for a CPU core between the two readings around a moment; 0 if unknown.
+
+    Other processes had the cores: that is their doing, and the machine's, but no stall of the training.
+    """
+    waits = run.tracks.get("core_wait_share")
+    at = bisect_left(waits.ns, ns) if waits is not None else 0
+    if waits is None or not 0 < at < len(waits.ns):
+        return 0
+    return round(waits.values[at] * (waits.ns[at] - waits.ns[at - 1]))
 
 
 def _excess(block: TimeBlock) -> tuple[float, str]:

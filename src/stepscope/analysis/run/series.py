@@ -75,6 +75,10 @@ class Run:
     tail_ns: Mapping[str, int] = field(default_factory=dict)
     """What the loop did after its last step, by kind, such as a last checkpoint."""
     tail_times: Mapping[str, int] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+    """What of the history could not be read."""
+    has_ended: bool = False
+    """Whether the last process has said so; one that was killed has not."""
 
     @property
     def num_steps(self) -> int:
@@ -93,9 +97,9 @@ class Run:
         """The blocks that no probe disturbs, without those that compile; of free running if most are."""
         quiet = [block for block in self.blocks if not block.num_compiles]
         free = [block for block in quiet if block.window == FREE]
-        return (
-            free if len(free) >= len(quiet) // 2 else [block for block in quiet if block.window == "clean"] or quiet
-        )
+        if free and len(free) >= len(quiet) // 2:
+            return free
+        return [block for block in quiet if block.window == "clean"] or quiet
 
     def ns_of(self, step: int) -> int:
         """Return when a step began, in ns since the beginning of the run."""

@@ -47,6 +47,7 @@ class Control:
         self._known: dict[int, Request] = {}
         self._watches: dict[tuple[bool, int], tuple[Watch, Wanted]] = {}
         self._own: dict[int, tuple[dict[str, Any], int]] = {}  # requests of conditions: what, and how many attempts
+        self._proposed: dict[int, tuple[int, float]] = {}  # where these begin, and how far ahead that was
         self._polled_ns = 0
 
     # --- in the thread that trains ----------------------------------------------------------------
@@ -107,6 +108,7 @@ class Control:
             self._polled_ns = now_ns
             self._poll()
             self._watch(now_ns)
+            self._hasten()
 
     def close(self, status: str) -> None:
         """Answer what can no longer be taken."""
@@ -117,7 +119,7 @@ class Control:
             self._write(*self._answers.popleft())
 
     def _write(self, number: int, values: dict[str, Any]) -> None:
-        values |= {"pid": os.getpid(), "step_ns": self._step_ns()}
+        values |= {"pid": os.getpid(), "step_ns": self._history.pace_ns(RECENT_NS)}
         try:
             requests.replace(requests.request_file(self._run, number, self._rank), values)
         except OSError as error:
@@ -166,10 +168,22 @@ class Control:
         """Propose a step for a window of a condition, each time further ahead."""
         if attempt < MOST_ATTEMPTS:
             seconds = (MARGIN_SECONDS if self._num_ranks > 1 else 0.5) * 2**attempt
-            margin = requests.margin_steps(self._step_ns() or 1_000_000_000, seconds)
+            margin = requests.margin_steps(self._history.pace_ns(RECENT_NS) or 1_000_000_000, seconds)
             step = max(self._history.last_step + 1, free_from) + margin
             self._own[number] = values, attempt + 1
+            self._proposed[number] = step, seconds
             requests.replace(requests.request_file(self._run, number), {**values, "step": step})
+
+    def _hasten(self) -> None:
+        """Propose an earlier step for windows that are far away, because steps have become slower since."""
+        pace_s = (self._history.pace_ns(RECENT_NS) or 0) / 1e9
+        for number, (step, seconds) in list(self._proposed.items()):
+            left = step - self._history.last_step
+            if left <= 0 or number in self._settled:
+                del self._proposed[number]
+            elif requests.is_far(left, pace_s, seconds):
+                values, attempt = self._own[number]
+                self._propose(number, values, attempt - 1, 0)
 
     def _state(self, now_ns: int) -> State:
         block = self._history.last_block

@@ -191,6 +191,12 @@ class History:
             known = {name: value for name, value in details.items() if value is not None}
             self._line({"event": kind, "step": step, "start_ns": start_ns, "t": unix, "ns": ns, **known})
 
+    def after_last_step(self, start_ns: int, host_ns: dict[str, int], num_times: dict[str, int]) -> None:
+        """Write what the loop did after its last step, however short: no block has it."""
+        for kind, ns in host_ns.items():
+            self.event(kind, self.last_step + 1, start_ns, ns, num_times=num_times.get(kind, 1))
+            start_ns += ns
+
     def tick(self) -> None:
         """Write a block that is due although no step ends, look at the clocks, and pass the lines on."""
         now_ns = self._clocks.now_ns()

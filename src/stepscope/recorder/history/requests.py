@@ -157,3 +157,8 @@ def request_file(run: Path, number: int, rank: str = "") -> Path:
 def margin_steps(step_ns: int, seconds: float) -> int:
     """Return how many steps later a window should begin so that every rank has seen the request by then."""
     return max(2, round(seconds * 1e9 / max(1, step_ns)))
+
+
+def is_far(num_steps: int, pace_s: float, seconds: float) -> bool:
+    """Return whether a window that was meant to begin in so many seconds is far more away at the pace of now."""
+    return num_steps > 2 and num_steps * pace_s > 3 * seconds

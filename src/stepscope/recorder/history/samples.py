@@ -177,6 +177,8 @@ class Samples:
 
     def _aside(self, which: str, host_ns: dict[str, int], line: dict[str, Any]) -> str:
         self.tally.add_aside(which, host_ns)
+        if self._history is not None and which == "tail":
+            self._history.after_last_step(line["start_ns"], host_ns, line["num_times"])
         return json.dumps({which: line})
 
     def _event(self, kind: str, step: int, start_ns: int, ns: int, details: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ class WholeRun:
         self.samples = Samples(folder, self.writer, self.history)
         self.losses = LossSampler(self.history.losses)
         self.writer.ticks.append(self.history.tick)
+        self.writer.stopped = lambda start_ns, ns: self.history.event("stopped", self.history.last_step, start_ns, ns)
 
     @property
     def timed(self) -> Samples:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ POLL_SECONDS = 0.25
 MOST_WAITING = 20_000  # lines: 5 MB
 CLOSE_SECONDS = 20.0
 SETTLE_SECONDS = 0.25
+LEAST_STOPPED_NS = 1_000_000_000
 
 
 class Writer:
@@ -32,6 +34,8 @@ class Writer:
         """Why nothing is written any more."""
         self.ticks: list[Callable[[], None]] = []
         """What the thread calls, some four times per second, before it writes."""
+        self.stopped: Callable[[int, int], None] = lambda start_ns, ns: None
+        """What the thread calls, with when and how long, if the whole process was stopped."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._num_waiting = 0
         self._pid: int | None = None
@@ -107,13 +111,21 @@ class Writer:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._wakes.acquire(timeout=POLL_SECONDS)
+                self._wait()
                 self._work()
             self._work()
         except BaseException as error:
             self._end(f"{type(error).__name__}: {' '.join(wall.message(error).split())[:200]}")
         finally:
             self._is_idle.release()
+
+    def _wait(self) -> None:
+        """Wait until there is work. If that took far longer and nothing ran, a signal or a debugger stopped us."""
+        began_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
+        self._wakes.acquire(timeout=POLL_SECONDS)
+        ns = time.perf_counter_ns() - began_ns
+        if ns > LEAST_STOPPED_NS + POLL_SECONDS * 1e9 and time.process_time_ns() - cpu_ns < ns / 10:
+            self.stopped(began_ns, ns)
 
     def _work(self) -> None:
         for tick in self.ticks:
