@@ -12,7 +12,7 @@ setup(
             "stepscope.trace.fast._scan",
             sources=[str(FAST / "module.c")],
             depends=[str(path) for path in sorted(FAST.glob("*.h"))],
-            extra_compile_args=["-O3"],
+            extra_compile_args=["-O3", "-g0"],
             py_limited_api=True,  # one file for every Python from 3.10 on
             optional=True,
         )

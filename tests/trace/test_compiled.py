@@ -18,7 +18,9 @@ from written_traces import SEED, TRACES, assert_same_tables, edge, instant, labe
 
 import stepscope
 from stepscope.trace import decode, fast, reader, source
+from stepscope.trace.assemble import nest
 from stepscope.trace.reader import read_trace
+from stepscope.trace.tables import HOST
 
 PART = 400_000  # bytes of a real trace: one to two pieces
 needs_scanner = pytest.mark.skipif(not fast.is_built(), reason="Stepscope was installed without a C compiler")
@@ -98,8 +100,8 @@ VALUES = [
     "null", "true", "0", "-0", "-1", "7", "12345678901234567", "9223372036854775807", "9223372036854775808", "-0.5",
     "1.5", "1.2345", "1e3", "1E400", '""', '"7"', '"stream 7"', '"stream x"', '"\\u00e9"', '"é"', '"a\\"b"', "[]",
     "[[1, 2], []]", '["", {"a": [1]}]', "{}", '{"a": {}}', "99999999999999999.5", "9223372036854774.999",
-    "9223372036854775.807", "9223372036854776", "0.1234567890123456789", "33.333333333333336", "[" * 70 + "]" * 70, '"[0, 1]"',
-    '"' + "a" * 5000 + '"', "9" * 400,
+    "9223372036854775.807", "9223372036854776", "0.1234567890123456789", "33.333333333333336", "[" * 70 + "]" * 70,
+    '"[0, 1]"', '"' + "a" * 5000 + '"', "9" * 400,
 ]  # fmt: skip
 BROKEN = [
     "01", "1.", "-", ".5", "NaN", "[1,]", "[1", '"', "\x00", "tru", "1 2", "[" * 1200 + "]" * 1200, "[1}", '{"a"}',
@@ -194,6 +196,29 @@ def test_more_categories_and_threads_than_there_is_room_for(monkeypatch):
 
 
 @needs_scanner
+def test_any_tree_is_the_same(monkeypatch):
+    """GIVEN events of some threads that nest, overlap in part, or have no length THEN both ways agree on the tree."""
+    dice = random.Random(7)
+    for num in [0, 1, 5, 60, 700] * 6:
+        longest = dice.choice([4, 50, 5_000])
+        columns = {
+            "event": range(num),
+            "thread": [dice.randrange(2) for _ in range(num)],
+            "start_ns": [dice.randrange(-longest, longest) for _ in range(num)],
+            "duration_ns": [dice.choice([0, 1, dice.randrange(longest), 2**53]) for _ in range(num)],
+        }
+        if dice.random() < 0.5:  # one inside the other
+            columns["start_ns"] = sorted(columns["start_ns"])
+            columns["duration_ns"] = [10 * longest - 2 * start for start in columns["start_ns"]]
+        host = pl.DataFrame(columns, schema_overrides={name: HOST.schema[name] for name in columns})
+        host = pl.concat([HOST.empty(), host[: num // 3], host[num // 3 :]], how="diagonal", rechunk=False)
+        compiled = nest(host)
+        with monkeypatch.context() as patch:
+            patch.setattr(fast, "_scan", None)
+            assert_frame_equal(compiled, nest(host))
+
+
+@needs_scanner
 def test_threads_change_nothing(tmp_path, monkeypatch):
     """WHEN a file of many slices is scanned by threads THEN it is the same trace as without threads or scanner."""
     monkeypatch.setattr(source, "SLICE", 1 << 14)
@@ -219,7 +244,9 @@ READ = """
 import sys
 from pathlib import Path
 from stepscope.trace import fast
+from stepscope.trace.assemble import nest
 from stepscope.trace.reader import read_trace
+from stepscope.trace.tables import HOST
 trace = read_trace(Path(sys.argv[1]))
 print(fast.is_built(), trace.num_events, trace.host["duration_ns"].sum())
 """

@@ -4,9 +4,10 @@ import os
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ class Source:
         data = self._read_compressed(num_bytes) if self.is_compressed else self._read_file(num_bytes)
         self.num_read += len(data)
         return data
+
+    def skip(self, num_bytes: int) -> int:
+        """Pass over at most so many bytes of a file that is not compressed; return how many there were."""
+        num_skipped = min(num_bytes, self.num_bytes - self._file.tell())
+        self._file.seek(num_skipped, os.SEEK_CUR)
+        self.num_read += num_skipped
+        return num_skipped
 
     def bytes_of(self, part: Slice) -> bytes:
         if part.data is not None:
@@ -152,18 +160,36 @@ class Document:
         self._base, self._buffer = header.rest()
 
     def slices(self) -> Iterator[Slice]:
-        """Yield the rest of the file in slices that seem to end between events; the decoder notices if not."""
+        """Yield the rest of the file in slices that seem to end between events; the decoder notices if not.
+
+        Of a file that is not compressed only the ends of slices are read here.
+        """
+        base, end = self._base, self._base + len(self._buffer)
+        is_compressed, self._buffer = self.source.is_compressed, self._buffer if self.source.is_compressed else b""
         while True:
-            more = self.source.read(max(SLICE, len(self._buffer)))
-            self._buffer += more
-            if not self._buffer:
+            wanted = max(SLICE, end - base)
+            if is_compressed:
+                more = self.source.read(wanted)
+                self._buffer += more
+                num_more = len(more)
+            else:
+                num_more = self.source.skip(wanted)
+            end += num_more
+            if end == base:
                 return
-            cut = _last_boundary(self._buffer) if more else None
-            if cut is None and more and len(self._buffer) < SLICE + LARGEST_EVENT:
+            cut = _last_boundary(end - base, partial(self._last, end)) if num_more else None
+            if cut is None and num_more and end - base < SLICE + LARGEST_EVENT:
                 continue
-            data, self._buffer = self._buffer[:cut], self._buffer[len(self._buffer) if cut is None else cut :]
-            yield Slice(self._base, len(data), data if self.source.is_compressed else None)
-            self._base += len(data)
+            length = end - base if cut is None else cut
+            yield Slice(base, length, self._buffer[:length] if is_compressed else None)
+            self._buffer = self._buffer[length:]
+            base += length
+
+    def _last(self, end: int, num_bytes: int) -> bytes:
+        """Return the last bytes before the file's offset `end`."""
+        if self.source.is_compressed:
+            return self._buffer[len(self._buffer) - num_bytes :]
+        return self.source.bytes_of(Slice(end - num_bytes, num_bytes, None))
 
     def read_trailer(self, base: int, rest: bytes) -> str | None:
         """Read what follows the list of events at the file's offset `base`; return a problem with it, if any."""
@@ -179,11 +205,11 @@ class Document:
         return None
 
 
-def _last_boundary(buffer: bytes) -> int | None:
-    """Return the start of the last event before which it seems safe to cut."""
+def _last_boundary(length: int, last: Callable[[int], bytes]) -> int | None:
+    """Return where it seems safe to cut so many bytes: before the last event that the `last` of them show."""
     for window in _WINDOWS:
-        first = max(0, len(buffer) - window)
-        text = buffer[first:].decode("latin-1")
+        first = max(0, length - window)
+        text = last(length - first).decode("latin-1")
         for match in reversed(deque(_BETWEEN.finditer(text), maxlen=_MOST_CANDIDATES)):
             if try_event(text[match.end() : match.end() + LOOK_AHEAD], 0)[0]:
                 return first + match.end()

@@ -75,6 +75,12 @@ def is_built() -> bool:
     return _scan is not None
 
 
+def nest(places: pl.DataFrame) -> tuple[pl.Series, pl.Series]:
+    """Return `parent` and `self_ns` of sorted events, given by `thread`, `start_ns` and `end_ns`."""
+    parent, own = _scan.nest(places.__arrow_c_stream__())
+    return pl.Series(_Array(parent)).alias("parent"), pl.Series(_Array(own)).alias("self_ns")
+
+
 class Scanner(Builder):
     """A builder that has most events scanned; only if the scanner `is_built`."""
 
@@ -113,7 +119,7 @@ class Scanner(Builder):
             kept = _TABLES[table].name if letter == "X" else MEMORY.name
             self._counts[letter, different[category], kept] += num_kept
             self._counts[letter, different[category], None] += num_other
-        self._gathered = {
+        self._gathered: dict[int, pl.Series] = {
             _NAME: categories(names(texts)),
             _RAW: categories(json_texts(raws)),
             _THREAD: pl.Series([0, *(self._threads[_thread(both)] for both in threads[1:])], dtype=pl.UInt32),
@@ -134,11 +140,11 @@ class Scanner(Builder):
 
     def _column(self, table: Table, name: str, kind: int, values: pl.Series) -> pl.Series:
         if kind == _KIND:
-            kinds: pl.Series = values.cat.to(table.schema[name])
-            return kinds
+            return values.cat.to(table.schema[name])
         if kind in self._gathered:
             return self._gathered[kind].gather(values)
-        return values.cast(table.schema[name], strict=False)
+        cast: pl.Series = values.cast(table.schema[name], strict=False)
+        return cast
 
 
 class _Array:

@@ -23,6 +23,14 @@ struct ArrowArray {
     void *private_data;
 };
 
+struct ArrowArrayStream {
+    int (*get_schema)(struct ArrowArrayStream *, struct ArrowSchema *);
+    int (*get_next)(struct ArrowArrayStream *, struct ArrowArray *);
+    const char *(*get_last_error)(struct ArrowArrayStream *);
+    void (*release)(struct ArrowArrayStream *);
+    void *private_data;
+};
+
 static void release_schema(struct ArrowSchema *schema) { schema->release = NULL; }
 
 static void release_array(struct ArrowArray *array) {

@@ -8,17 +8,18 @@
 #include <string.h>
 
 enum { MISSING, NULL_TOKEN, BOOL_TOKEN, INTEGER_TOKEN, DECIMAL_TOKEN, TEXT_TOKEN, NESTED_TOKEN };
-enum { MOST_DEPTH = 63, MOST_DIGITS = 300 };
+enum { MOST_DEPTH = 63, MOST_DIGITS = 300, EXACT_DIGITS = 18 };
 
 typedef struct {
     const uint8_t *text; /* as written; of a text what is between its quotes */
     size_t length;
-    int64_t integer; /* the value of an INTEGER_TOKEN */
+    int64_t integer; /* the digits of a number that has few enough and no exponent */
+    int num_decimals; /* how many of them are after the point; -1 for other numbers */
     int type;
 } Token;
 
 static inline const uint8_t *blank(const uint8_t *at, const uint8_t *end) {
-    while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
+    while (at < end && *at <= ' ' && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
         at++;
     return at;
 }
@@ -32,8 +33,15 @@ static inline const uint8_t *end_of_text(const uint8_t *at, const uint8_t *end) 
         uint64_t word;
         memcpy(&word, at, 8);
         uint64_t quotes = word ^ ones * '"', slashes = word ^ ones * '\\';
-        if (((quotes - ones) | (slashes - ones) | (word - ones * ' ') | word) & high)
+        uint64_t found = ((quotes - ones) | (slashes - ones) | (word - ones * ' ') | word) & high;
+        if (found) {
+#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+            at += __builtin_ctzll(found) / 8; /* exact for the first, whatever it borrowed from those after it */
+            return *at == '"' ? at : NULL;
+#else
             break;
+#endif
+        }
         at += 8;
     }
     for (; at < end; at++) {
@@ -65,30 +73,29 @@ static inline const uint8_t *scan_name(const uint8_t *at, const uint8_t *end, To
 
 static inline const uint8_t *scan_number(const uint8_t *at, const uint8_t *end, Token *token) {
     const uint8_t *begin = at;
-    bool is_negative = *at == '-', is_whole = true;
-    uint64_t value = 0;
+    bool is_negative = *at == '-', has_exponent = false;
+    uint64_t digits = 0; /* may overflow if there are too many, and is not used then */
     at += is_negative;
+    const uint8_t *first = at;
     if (!is_digit(at, end))
         return NULL;
-    if (*at == '0') {
+    if (*at == '0')
         at++;
-        is_whole = !is_negative; /* -0 may be meant as a float */
-    } else
-        for (; is_digit(at, end); at++) {
-            unsigned digit = *at - '0';
-            if (value > ((uint64_t)INT64_MAX - digit) / 10)
-                is_whole = false, value = 0; /* larger than 64 bits: its digits are looked at later */
-            value = 10 * value + digit;
-        }
+    else
+        for (; is_digit(at, end); at++)
+            digits = 10 * digits + (*at - '0');
+    size_t num_digits = (size_t)(at - first), num_decimals = 0;
+    bool is_whole = num_digits <= EXACT_DIGITS && !(is_negative && !digits); /* -0 may be meant as a float */
     if (at < end && *at == '.') {
         is_whole = false;
         if (!is_digit(++at, end))
             return NULL;
-        while (is_digit(at, end))
-            at++;
+        for (first = at; is_digit(at, end); at++)
+            digits = 10 * digits + (*at - '0');
+        num_decimals = (size_t)(at - first);
     }
     if (at < end && (*at == 'e' || *at == 'E')) {
-        is_whole = false;
+        is_whole = false, has_exponent = true;
         at++;
         at += at < end && (*at == '+' || *at == '-');
         if (!is_digit(at, end))
@@ -96,10 +103,12 @@ static inline const uint8_t *scan_number(const uint8_t *at, const uint8_t *end, 
         while (is_digit(at, end))
             at++;
     }
+    bool is_exact = num_digits + num_decimals <= EXACT_DIGITS && !has_exponent;
     token->type = is_whole ? INTEGER_TOKEN : DECIMAL_TOKEN;
     token->text = begin;
     token->length = (size_t)(at - begin);
-    token->integer = is_negative ? -(int64_t)value : (int64_t)value;
+    token->integer = is_exact ? (is_negative ? -(int64_t)digits : (int64_t)digits) : 0;
+    token->num_decimals = is_exact ? (int)num_decimals : -1;
     return at;
 }
 
@@ -214,6 +223,12 @@ static inline bool is_plain(const Token *token) {
 static inline bool nanoseconds(const Token *token, int64_t *number) {
     if (token->type != INTEGER_TOKEN && token->type != DECIMAL_TOKEN)
         return false;
+    static const int64_t factors[] = {1000, 100, 10, 1};
+    const int64_t most = INT64_MAX / 1000;
+    if (token->num_decimals >= 0 && token->num_decimals <= 3 && token->integer <= most && token->integer >= -most) {
+        *number = token->integer * factors[token->num_decimals];
+        return true;
+    }
     const uint8_t *at = token->text, *end = at + token->length;
     bool is_negative = *at == '-';
     int64_t value = 0;
@@ -237,28 +252,14 @@ static inline bool nanoseconds(const Token *token, int64_t *number) {
 /* A number whose digits and power of ten are both exact in a float: so is their quotient, rounded once. */
 static inline bool floating(const Token *token, double *number) {
     static const double powers[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10, 1e11,
-                                    1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22};
+                                    1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18};
     if (token->type != INTEGER_TOKEN && token->type != DECIMAL_TOKEN)
         return false;
-    const uint8_t *at = token->text, *end = at + token->length;
-    bool is_negative = *at == '-';
-    uint64_t digits = 0;
-    int num_decimals = -1;
-    for (at += is_negative; at < end; at++) {
-        if (*at == '.')
-            num_decimals = 0;
-        else if (*at < '0' || *at > '9')
-            return false;
-        else {
-            digits = 10 * digits + (*at - '0');
-            num_decimals += num_decimals >= 0;
-            if (digits > UINT64_C(1) << 53 || num_decimals > 22)
-                return false;
-        }
-    }
-    double value = (double)digits / powers[num_decimals < 0 ? 0 : num_decimals];
-    *number = is_negative ? -value : value;
-    return true;
+    const int64_t most = INT64_C(1) << 53;
+    if (token->num_decimals < 0 || token->integer > most || token->integer < -most)
+        return false;
+    *number = (double)token->integer / powers[token->num_decimals];
+    return token->integer != 0 || *token->text != '-'; /* -0.0 */
 }
 
 #endif

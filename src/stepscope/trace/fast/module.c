@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "arrow.h"
+#include "nest.h"
 #include "scanner.h"
 
 enum { INTERFACE = 1 }; /* the same as in __init__.py; higher after a change of what they hand each other */
@@ -202,6 +203,10 @@ static PyObject *column_of(Table *table, Column *column) {
     void *cells = column->cells;
     uint8_t *bits = column->is_valid;
     column->cells = NULL, column->is_valid = NULL;
+    /* Without the room for more rows; if that fails it stays as it is. */
+    void *less = realloc(cells, table->num_rows * cell_bytes(column->type));
+    uint8_t *fewer = realloc(bits, (table->num_rows + 7) / 8);
+    cells = less ? less : cells, bits = fewer ? fewer : bits;
     return as_arrow(format, table->num_rows, column->num_valid, bits, cells);
 }
 
@@ -278,12 +283,87 @@ static PyObject *finish(PyObject *module, PyObject *capsule) {
     return result;
 }
 
+/* -- The tree of events ---------------------------------------------------------------------------------------------- */
+
+/* Whether a stream has the columns of `nest` and no others. */
+static bool has_places(struct ArrowArrayStream *stream) {
+    struct ArrowSchema schema;
+    if (stream->get_schema(stream, &schema))
+        return false;
+    bool is_right = !strcmp(schema.format, "+s") && schema.n_children == 3 && !strcmp(schema.children[0]->format, "I") &&
+                    !strcmp(schema.children[1]->format, "l") && !strcmp(schema.children[2]->format, "l");
+    schema.release(&schema);
+    return is_right;
+}
+
+/* Takes the rows of one array of the stream; false if it has nulls or there is no memory. */
+static bool nest_array(Nest *nest, const struct ArrowArray *array) {
+    for (int i = 0; i < 3; i++) {
+        const struct ArrowArray *child = array->children[i];
+        if (child->length < array->offset + array->length || (child->null_count > 0 && child->buffers[0]))
+            return false;
+    }
+    if (!array->length)
+        return true;
+#define CELLS(i, type) ((const type *)array->children[i]->buffers[1] + array->children[i]->offset + array->offset)
+    return nest_rows(nest, CELLS(0, uint32_t), CELLS(1, int64_t), CELLS(2, int64_t), (size_t)array->length);
+#undef CELLS
+}
+
+static bool nest_stream(Nest *nest, struct ArrowArrayStream *stream) {
+    for (;;) {
+        struct ArrowArray array = {0};
+        bool is_done;
+        if (stream->get_next(stream, &array))
+            return false;
+        if (!array.release)
+            return true;
+        Py_BEGIN_ALLOW_THREADS
+        is_done = array.n_children == 3 && nest_array(nest, &array);
+        array.release(&array);
+        Py_END_ALLOW_THREADS
+        if (!is_done)
+            return false;
+    }
+}
+
+static PyObject *nest_events(PyObject *module, PyObject *capsule) {
+    struct ArrowArrayStream *stream = PyCapsule_GetPointer(capsule, "arrow_array_stream");
+    if (!stream)
+        return NULL;
+    Nest nest = {0};
+    PyObject *parents = NULL, *own = NULL, *result = NULL;
+    if (!stream->release || !has_places(stream) || !nest_stream(&nest, stream) || !make_room(&nest, 0)) {
+        PyErr_SetString(PyExc_ValueError, "not three columns of numbers, or more than there is memory for");
+        goto end;
+    }
+    advance(&nest, true, 0);
+    for (size_t i = 0; i < nest.num_rows; i++)
+        nest.covered[i] = nest.has_overhang ? (uint64_t)nest.swept[i] : 0 - nest.covered[i];
+    parents = as_arrow("I", nest.num_rows, nest.num_parents, nest.has_parent, nest.parents);
+    own = as_arrow("l", nest.num_rows, nest.num_rows, NULL, nest.covered);
+    nest.has_parent = NULL, nest.parents = NULL, nest.covered = NULL;
+    if (parents && own)
+        result = PyTuple_Pack(2, parents, own);
+end:
+    Py_XDECREF(parents);
+    Py_XDECREF(own);
+    free(nest.parents);
+    free(nest.has_parent);
+    free(nest.covered);
+    free(nest.swept);
+    free(nest.tree.opens);
+    free(nest.sweep.opens);
+    return result;
+}
+
 static PyMethodDef METHODS[] = {
     {"new", new_scanner, METH_VARARGS, "new(keys, tables, categories, memory table, collectives table, collective key)"},
     {"scan", scan, METH_VARARGS,
      "scan(scanner, text, at, length, piece, largest, num_events) -> (at, is left, num_events, pieces, odd events)"},
     {"undo", undo, METH_O, "undo(scanner): forget the last piece"},
     {"finish", finish, METH_O, "finish(scanner) -> (tables, texts, raws, threads, categories, counts)"},
+    {"nest", nest_events, METH_O, "nest(stream of thread, start, end) -> (parents, own times)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -247,9 +247,13 @@ static bool fill_cell(Scanner *scanner, const Column *column, const Place *place
 
 static bool fill_row(Scanner *scanner, const Table *table, const Place *place, Row *row) {
     memset(row, 0, sizeof *row);
-    for (int i = 0; i < table->num_columns; i++)
-        if (!fill_cell(scanner, &table->columns[i], place, row, i))
+    uint64_t there = scanner->event.has & place->carried;
+    for (int i = 0; i < table->num_columns; i++) {
+        const Column *column = &table->columns[i];
+        bool is_null = column->argument >= 0 && column->otherwise == NOWHERE && !(there >> column->argument & 1);
+        if (!is_null && !fill_cell(scanner, column, place, row, i))
             return false;
+    }
     return true;
 }
 
@@ -294,24 +298,26 @@ static inline const uint8_t *after_value(const uint8_t *at, const uint8_t *end, 
 
 static const uint8_t *scan_args(Scanner *scanner, const uint8_t *at, const uint8_t *end) {
     Event *event = &scanner->event;
-    Token name, value;
+    Token name, ignored;
     at = blank(at, end);
     if (at < end && *at == '}')
         return at + 1;
     for (bool is_end = false; !is_end;) {
-        if (!(at = scan_name(at, end, &name)) || !(at = scan_value(at, end, &value)))
+        if (!(at = scan_name(at, end, &name)))
             return NULL;
         int key = key_of(scanner, &name);
-        if (key >= 0) {
-            if (event->has >> key & 1)
+        if (key < 0) {
+            if (!(at = scan_value(at, end, &ignored)))
+                return NULL;
+        } else {
+            Token *value = &event->arguments[key];
+            if (event->has >> key & 1 || !(at = scan_value(at, end, value)))
                 return NULL;
             bool is_raw = scanner->keys[key].is_raw;
-            if (!is_raw && (value.type == NESTED_TOKEN || (value.type == DECIMAL_TOKEN && !is_plain(&value))))
+            if (!is_raw && (value->type == NESTED_TOKEN || (value->type == DECIMAL_TOKEN && !is_plain(value))))
                 return NULL;
-            if (is_raw || value.type != NULL_TOKEN) {
+            if (is_raw || value->type != NULL_TOKEN)
                 event->has |= UINT64_C(1) << key;
-                event->arguments[key] = value;
-            }
         }
         if (!(at = after_value(at, end, &is_end)))
             return NULL;
@@ -345,7 +351,7 @@ static bool is_id(const Token *token) {
 /* Takes the event at the cursor apart; NULL if it is not regular. */
 static const uint8_t *scan_parts(Scanner *scanner, const uint8_t *at, const uint8_t *end) {
     Event *event = &scanner->event;
-    Token name, value, *parts[] = {&event->letter,  &event->category, &event->name, &event->process,
+    Token name, ignored, *parts[] = {&event->letter,  &event->category, &event->name, &event->process,
                                    &event->thread, &event->start,    &event->duration};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         parts[i]->type = MISSING, parts[i]->length = 0;
@@ -361,13 +367,9 @@ static const uint8_t *scan_parts(Scanner *scanner, const uint8_t *at, const uint
                 return NULL;
             event->has_args = true;
         } else {
-            if (!(at = scan_value(at, end, &value)))
-                return NULL;
             Token *part = part_of(event, &name);
-            if (part && part->type != MISSING)
+            if ((part && part->type != MISSING) || !(at = scan_value(at, end, part ? part : &ignored)))
                 return NULL;
-            if (part)
-                *part = value;
         }
         if (!(at = after_value(at, end, &is_end)))
             return NULL;
