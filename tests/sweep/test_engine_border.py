@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -272,6 +273,33 @@ def test_two_drivers_on_one_sweep(engine, tmp_path):
             run(tmp_path, resume=True)
         other.stdin.close()
     assert not engine.orders
+
+
+def test_a_shared_disk_that_lags(tmp_path, monkeypatch):
+    """The answer of a job that has ended comes later, at first without its content; or never."""
+    from stepscope.sweep.engines import slurm_jobs
+
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.0)
+    chosen = object.__new__(slurm_jobs.SlurmEngine)  # without submitit
+    Engine.__init__(chosen, settings_of({"lag_s": 1000}), tmp_path, print)
+    chosen._missing_since = {}
+    monkeypatch.setattr(chosen, "_states", lambda: {"7": ("COMPLETED", "node1")})
+    names = ("result_pickle", "submitted_pickle", "submission_file", "stdout", "stderr")
+    paths = SimpleNamespace(**{name: tmp_path / name for name in names})
+    job, whole = SimpleNamespace(job_id="7", paths=paths), pickle.dumps(("success", {"id": "1", "node": "node1"}))
+
+    assert chosen.poll(job).phase == "running"
+    for part in (b"", whole[:9]):
+        paths.result_pickle.write_bytes(part)
+        assert chosen.poll(job).phase == "running"
+    paths.result_pickle.write_bytes(whole)
+    assert chosen.poll(job) == State(phase=DONE, answer={"id": "1", "node": "node1"}, node="node1")
+    assert not list(tmp_path.iterdir())
+
+    chosen.settings = settings_of({"lag_s": 0})
+    chosen.poll(job)  # since when it is missing
+    state = chosen.poll(job)
+    assert state.phase == LOST and state.reason.startswith("a point on node1 left no answer; see ")
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,9 @@ def rank_facts(across: AcrossRanks) -> Iterator[Fact]:
         yield Fact("waiting", f"{share} of the time in matched collectives is waiting for the last rank; {last}")
     if (groups := transfers(across.stragglers)).height and groups["num_slow"][0]:
         slow = groups.row(0, named=True)
-        calls_text = f"{slow['num_slow']} of {plural(slow['num_calls'], slow['collective'] + ' call')}"
-        usual = f"{SLOW} times their usual {duration(slow['usual_ns'], 3)} or more after the last rank has come"
-        yield Fact(
-            "network", f"{calls_text} of {size(slow['bytes'])} among ranks {safe(slow['members'], 40)} take {usual}"
-        )
+        which = f"{plural(slow['num_calls'], slow['collective'] + ' call')} of {size(slow['bytes'])}"
+        took = f"take {SLOW} times their usual {duration(slow['usual_ns'], 3)} or more after the last rank has come"
+        yield Fact("network", f"{slow['num_slow']} of {which} among ranks {safe(slow['members'], 40)} {took}")
     yield Fact("clocks", _clocks(across))
     if across.matched.unlinked.num:
         yield Fact("not matched", f"{percent(across.matched.unlinked.share)} of collectives across ranks")

@@ -97,24 +97,25 @@ class SlurmEngine(Engine):
         time.sleep(POLL_S)
         result: Path = job.paths.result_pickle
         state, node = self._states().get(job.job_id, ("", ""))
-        if result.exists():
+        if result.exists() and (answered := self._answered(job, result, node)) is not None:
             self._missing_since.pop(job.job_id, None)
-            return self._answered(job, result, node)
+            return answered
         if state in _WAITING or state in _ACTIVE:
             self._missing_since.pop(job.job_id, None)
             return State(phase=QUEUED if state in _WAITING else RUNNING, node=node or None)
-        # It has ended. A disk that is shared may show its file only later.
+        # It has ended. A disk that is shared may show its file only later, or first without its content.
         missing_s = time.monotonic() - self._missing_since.setdefault(job.job_id, time.monotonic())
         if missing_s < (self.settings.lag_s if state in ("", "COMPLETED") else POLL_S):
             return State(phase=RUNNING, node=node or None)
         left = f"a point on {node or 'a node'} left no answer; see {job.paths.stderr}"
         return State(phase=LOST, reason=_REASONS.get(state.split()[0] if state else "", left).format(node=node))
 
-    def _answered(self, job: Any, result: Path, node: str) -> State:
+    def _answered(self, job: Any, result: Path, node: str) -> State | None:
+        """Return the answer of a job; None if its file cannot be read yet."""
         try:
             outcome, value = pickle.loads(result.read_bytes())  # of our own job, in our own folder
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            return State(phase=LOST, reason=f"the answer of a point cannot be read: {error}")
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None
         if outcome != "success":
             return State(phase=LOST, reason=f"a point could not run: {value.strip().splitlines()[-1]}")
         paths = job.paths
