@@ -19,8 +19,13 @@ pytest.importorskip("ray", reason="pip install 'stepscope[ray]': Ray is not a te
 
 from sweep_runs import ODD, rows_in
 
+from stepscope.errors import StepscopeError
+from stepscope.sweep.engines.start import spread_over
+from trace_builder import TraceBuilder
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 STORE_BYTES = 80 << 20
+PYTHONPATH = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)])
 NUM_POINTS, NUM_KILLS = 200, 20
 QUICK = ("--device", "cpu", "--warmup", "1", "--steps", "2")
 
@@ -144,6 +149,45 @@ def test_no_row_is_lost_or_doubled_by_kills_of_workers_nodes_and_drivers(cluster
     assert sum(row.get("attempts", 1) > 1 for row in rows) > 0
     said = (there / "driver.txt").read_text()
     assert "was lost; trying again, attempt 2 of 3" in said and " queued, " in said
+
+
+def test_ranks_are_read_on_nodes_also_if_workers_are_killed(cluster, tmp_path):
+    folder = project(tmp_path / "project", cluster, attempts=2)
+    (folder / "ranks").mkdir()
+    for rank in range(6):
+        made = TraceBuilder(distributedInfo={"rank": rank, "world_size": 6}).step(1, 0, 100)
+        made.op("aten::mm", 1, 5, id=1).launch("gemm", 2, (5, 20 + rank), id=1).annotation("nccl:all_reduce", 8, 5)
+        made.launch("ncclKernel_AllReduce", 9, (25 + rank, 65 - rank), id=2)
+        made.write(folder / "ranks" / f"rank{rank}.json")
+    for words in (
+        ["analyze", "ranks", "--json"],
+        ["diagnose", "ranks", "--json"],
+        ["report", "ranks", "-o", "x.json"],
+    ):
+        said = []
+        for more in ([], ["--on", "ray"]):
+            command = [
+                sys.executable,
+                "-m",
+                "stepscope",
+                *words,
+                "--no-cache",
+                *more,
+                *["--force"] * (words[0] == "report"),
+            ]
+            said.append(subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout)
+            said[-1] += (folder / "x.json").read_bytes() if words[0] == "report" else b""
+        assert said[0] == said[1] and len(said[0]) > 1000
+
+    lines, places = [], [(str(tmp_path), str(tmp_path / f"pids{number}")) for number in (1, 2)]
+    settings = {"address": cluster.address, "attempts": 2, "runtime_env": {"env_vars": {"PYTHONPATH": PYTHONPATH}}}
+    spread = spread_over("ray", settings, lines.append)
+    assert list(spread("odd_calls", "killed_once", places)) == [2, 2]
+    assert len(lines) == 2 and all(
+        "was lost (WorkerCrashedError); trying again, attempt 2 of 2" in each for each in lines
+    )
+    with pytest.raises(StepscopeError, match=r"a worker on node .* was lost \(WorkerCrashedError\) \(2 attempts\)"):
+        list(spread("odd_calls", "always_killed", places[:1]))
 
 
 def test_interrupting_a_sweep_ends_its_tasks(cluster, tmp_path):
