@@ -303,6 +303,22 @@ def test_a_shared_disk_that_lags(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("sbatch: error: Unable to contact slurm controller (connect failure)", SchedulerDown, "Unable to contact"),
+        ("sbatch: error: invalid partition specified: x", StepscopeError, "Slurm refuses a job: sbatch"),
+        ("scancel: error: _establish_config_source: failed to fetch config\n"
+         "scancel: fatal: Could not establish a configuration source", StepscopeError, "where `sinfo` works"),
+    ],
+)  # fmt: skip
+def test_what_slurm_says_is_one_line(text, kind, said):
+    from stepscope.sweep.engines.slurm_jobs import SlurmEngine
+
+    with pytest.raises(kind, match=said):
+        SlurmEngine._refuse(text)
+
+
+@pytest.mark.parametrize(
     ("table", "said"),
     [({"partitoin": "a"}, "partition"), ({"jobs": 0}, "jobs = 0"), ({"setup": "module load"}, "list of texts")],
 )

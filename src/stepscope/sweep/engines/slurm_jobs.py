@@ -157,4 +157,6 @@ class SlurmEngine(Engine):
         said = lines[-1] if lines else "no message"
         if any(words.lower() in text.lower() for words in _DOWN):
             raise SchedulerDown(said)
+        if "configuration source" in text:
+            raise StepscopeError("--on slurm: this machine knows no Slurm cluster. Run this where `sinfo` works.")
         raise StepscopeError(f"Slurm refuses a job: {said}")
