@@ -15,8 +15,9 @@ from stepscope.recorder.values import parameters_in
 
 MAX_PLACES = 16
 FIRST_SEEN = 2  # the step from which on all models are known
-# Functions that call the trained model without gradients. The innermost that matches decides.
-_EVALUATES = re.compile(r"eval|valid|test|predict|estimate|infer")
+# Functions that call the trained model without gradients. The innermost that matches decides. What is printed or
+# shown is to be looked at: training does not read it.
+_EVALUATES = re.compile(r"eval|valid|test|predict|estimate|infer|(?:^|_)(?:print|show|display|preview|visuali[sz]e)")
 _COLLECTS = re.compile(r"rollout|collect|explor|episode|play|select_action|sample_action|choose_action|\bact\b")
 
 
@@ -35,6 +36,7 @@ class Between:
         self._kind: str | None = None  # what forwards without gradients are, until training goes on
         self._caller: Any = None  # the function of the script that they come from
         self._first: str | None = None
+        self._may_be_rollout = False  # what was called before training
 
     def another_optimizer(self) -> None:
         """Look again at which models are trained."""
@@ -46,6 +48,7 @@ class Between:
     def training_goes_on(self) -> None:
         """Look again at who calls the next forward without gradients."""
         self._kind = None
+        self._may_be_rollout = False
 
     def label_without_gradients(self, root: nn.Module, is_like_training: Callable[[], bool]) -> str:
         """Return what a forward without gradients is: part of training, an evaluation, or a rollout.
@@ -75,10 +78,12 @@ class Between:
         """What the forwards before the first backward were."""
         return self._first or EVALUATION
 
-    def called_before_training(self) -> None:
+    def called_before_training(self, root: nn.Module) -> None:
         """Look at who calls the first forward of all."""
         if self._first is None:
-            self._first = self._named() or EVALUATION
+            named = self._named()
+            self._first = named or EVALUATION
+            self._may_be_rollout = named is None and root.training
 
     def _named(self, generation: str = ROLLOUT) -> str | None:
         return _kind((frame.f_code.co_name.lower() for frame in script_frames()), generation)
@@ -94,6 +99,8 @@ class Between:
         """Forwards without gradients whose outputs are sampled choose actions or words: a rollout."""
         if self._kind in (FORWARD_WITHOUT_GRADIENTS, FORWARD_OF_ANOTHER):
             self._kind, self._samples = ROLLOUT, True
+        elif self._may_be_rollout:
+            self._first, self._may_be_rollout = ROLLOUT, False
 
     def note_place(self, label: str) -> None:
         """Remember which line of the script does this."""
@@ -124,6 +131,8 @@ def _kind(names: Iterable[str], generation: str = ROLLOUT) -> str | None:
     `generation` is what generating text or images counts as, unless another name on the stack decides.
 
     >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["collect_rollouts", "learn"])
+    ('evaluation', 'rollout')
+    >>> _kind(["generate", "print_samples", "<module>"]), _kind(["generate", "<module>"])
     ('evaluation', 'rollout')
     """
     generates = False

@@ -142,6 +142,7 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
         if not loop.listens():
             return None
         loop.data_begins(starts(one))
+        loop.facts.num_fetched += _batch_of(one)
         return loop.data_ended
 
     def makes_iterator(loader: Any) -> bool:
@@ -157,6 +158,13 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
         Patch(_BaseDataLoaderIter, "__next__", functools.partial(begins, is_first), usual.around_data),
         Patch(DataLoader, "__iter__", functools.partial(begins, makes_iterator)),
     ]
+
+
+def _batch_of(one: Any) -> int:
+    """Return how many samples the next batch of an iterator has at most; 0 if that is not known."""
+    sampler = getattr(one, "_index_sampler", None) if isinstance(one, _BaseDataLoaderIter) else None
+    size = getattr(sampler, "__dict__", {}).get("batch_size")
+    return size if type(size) is int else 0
 
 
 def _profiler_patches(loop: Loop, probes: Probes) -> list[Handle]:

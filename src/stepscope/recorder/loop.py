@@ -187,7 +187,7 @@ class Loop:
         else:
             label = self._label_with_gradients(root)
             if not self.finder.trains:
-                self.between.called_before_training()
+                self.between.called_before_training(root)
         self._switch(label)
         # In training, a forward without gradients is an evaluation or a teacher and not part of the batch.
         if has_gradients or not self.finder.trains:

@@ -35,6 +35,8 @@ class StepFacts:
         self.given_tokens: int | None = None
         self.loss: Any = None
         self.num_skipped = 0
+        self.num_fetched = 0
+        """Samples that DataLoaders gave, as far as that is known: not of usual steps, which have one model."""
         self._batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
         # root -> tokens, samples of a forward without a backward yet, and the root itself
         self._waiting: dict[int, tuple[int, int, weakref.ref[nn.Module]]] = {}
@@ -52,13 +54,15 @@ class StepFacts:
     def batch(self) -> tuple[int, int, int]:
         """Tokens, samples and micro-batches of a step: what every trained model has seen at least.
 
-        A GAN's discriminator sees each image as often as it is compared; its generator makes it once.
+        A GAN's discriminator sees each image as often as it is compared; its generator makes it once. One that makes
+        more, for a second loss, has no more samples than its loop has fetched.
         """
         batches = self._batches or {key: (tokens, samples, 1) for key, (tokens, samples, _) in self._waiting.items()}
         if len(batches) == 1:
             return next(iter(batches.values()))
         with_tokens = [batch for batch in batches.values() if batch[0]]
-        return min(with_tokens or batches.values(), default=(0, 0, 0))
+        tokens, samples, calls = min(with_tokens or batches.values(), default=(0, 0, 0))
+        return tokens, min(samples, self.num_fetched or samples) if not tokens else samples, calls
 
     def joined(self, following: StepFacts) -> StepFacts:
         """Return what is known about this step and the next one as a single step."""
@@ -67,6 +71,7 @@ class StepFacts:
             both.given_tokens = (self.given_tokens or 0) + (following.given_tokens or 0)
         both.loss = self.loss if following.loss is None else following.loss
         both.num_skipped = self.num_skipped + following.num_skipped
+        both.num_fetched = self.num_fetched + following.num_fetched
         both._waiting = following._waiting
         for root in {**self._batches, **following._batches}:
             first, second = (each._batches.get(root, (0, 0, 0)) for each in (self, following))
