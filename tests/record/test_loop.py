@@ -19,8 +19,19 @@ def test_a_new_optimizer_for_the_same_parameters_is_the_same_and_a_reused_id_is_
 
     assert owners.number(torch.optim.Adam(models[0].parameters())) == known
     # As if the first model had been released, and the second had got its address.
-    owners._numbers[id(models[1].weight)] = owners._numbers.pop(id(models[0].weight))
+    keys = [(id(model.weight), id(model.bias)) for model in models]
+    owners._numbers[keys[1]] = owners._numbers.pop(keys[0])
     assert len({known, owners.number(second), owners.number(third)}) == 3
+
+
+def test_an_optimizer_for_the_parameters_of_two_others_is_a_third():
+    owners = Owners()
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    parameters = [list(model.parameters()) for model in models]
+
+    optimizers = [torch.optim.SGD(some, lr=0.1) for some in (*parameters, parameters[0] + parameters[1])]
+
+    assert [owners.number(one) for one in optimizers] == [0, 1, 2]
 
 
 def test_a_transform_of_the_data_that_is_a_module_is_no_model(tmp_path):

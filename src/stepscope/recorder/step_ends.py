@@ -164,19 +164,24 @@ class StepFinder:
 
 
 class Owners:
-    """Numbers optimizers by what they train: a script may make a new one for the same parameters."""
+    """Numbers optimizers by what they train: a script may make a new one for the same parameters.
+
+    A third one, for the parameters of two others together, trains something else than the first.
+    """
 
     def __init__(self) -> None:
-        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._numbers: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Any], int]] = {}
         self._next = count()
 
     def number(self, optimizer: Any) -> int:
-        owner = first_parameter(optimizer)
-        known = self._numbers.get(id(owner))
-        if known is None or known[0]() is not owner:  # the id of a released parameter may be used again
+        first, last = first_parameter(optimizer), _last_parameter(optimizer)
+        key = id(first), id(last)
+        known = self._numbers.get(key)
+        # The id of a released parameter may be used again.
+        if known is None or known[0]() is not first or known[1]() is not last:
             self._numbers = {key: each for key, each in self._numbers.items() if each[0]() is not None}
-            known = self._numbers[id(owner)] = weakref.ref(owner), next(self._next)
-        return known[1]
+            known = self._numbers[key] = weakref.ref(first), weakref.ref(last), next(self._next)
+        return known[2]
 
 
 def first_parameter(optimizer: Any) -> Any:
@@ -184,4 +189,11 @@ def first_parameter(optimizer: Any) -> Any:
     for group in optimizer.param_groups:
         if group["params"]:
             return group["params"][0]
+    return optimizer
+
+
+def _last_parameter(optimizer: Any) -> Any:
+    for group in reversed(optimizer.param_groups):
+        if group["params"]:
+            return group["params"][-1]
     return optimizer
