@@ -86,8 +86,12 @@ def test_rules_are_ignored_one_by_one_or_with_commas(trace):
     assert json.loads(done.stdout)["suppressed"] == ["first_call", "launch_bound", "recompiles"], done.stderr
 
 
-def test_a_recording_without_a_trace_is_checked_as_far_as_it_goes(tmp_path):
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_recording_without_a_trace_is_checked_as_far_as_it_goes(is_empty, tmp_path):
     cpu_recording(tmp_path / "run")
+    if is_empty:  # killed while it was written
+        (tmp_path / "run" / "trace").mkdir()
+        (tmp_path / "run" / "trace" / "rank0.json.gz").touch()
 
     done = stepscope("diagnose", tmp_path / "run", "--json")
 
@@ -95,6 +99,7 @@ def test_a_recording_without_a_trace_is_checked_as_far_as_it_goes(tmp_path):
     answer = json.loads(done.stdout)
     assert answer["step_is_measured"]
     assert "launch_bound" in [one["id"] for one in answer["unchecked"]]
+    assert any("is empty" in warning for warning in answer["warnings"]) == is_empty
 
 
 @pytest.mark.parametrize("path", ["nothing.json", "."])

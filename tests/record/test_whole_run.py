@@ -400,6 +400,7 @@ def test_a_folder_that_is_deleted_ends_the_recording_not_the_job(
         for _ in range(400):
             job.step()
     assert "the script goes on" in err and len(job.losses) == num + 400
+    assert (err + capfd.readouterr().err).count("stepscope: ") == 1  # the end of the recording says nothing more
     assert not (tmp_path / "run").exists()
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -256,3 +257,21 @@ def test_a_launcher_is_no_rank_once_its_ranks_have_folders(tmp_path: Path) -> No
     for number in (0, 1):
         write_history(tmp_path / f"rank{number}", Run(num_steps=100, host=HERE))
     assert [(rank.name, rank.num_steps) for rank in watch_.update()] == [("rank 0", 100), ("rank 1", 100)]
+
+
+def test_a_glance_reads_a_part_of_the_blocks_and_the_next_look_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "MOST_GLANCE", 400)
+    folder = write_history(tmp_path, Run(num_steps=20_000, save_every=5_000, restart_at=(8_000,), host=HERE))
+    whole = load(folder)
+    watch_, _ = watched(folder)
+    (glanced,) = watch_.glance()
+    blocks, last = glanced.history.blocks, whole.blocks[-1]
+    assert len(whole.blocks) > 1_000 > 450 > len(blocks) and blocks[0] == whole.blocks[0]
+    assert blocks[-200:] == whole.blocks[-200:] and glanced.num_steps == last.step + last.num_steps
+    starts = [block.t for block in blocks[:-200]]
+    assert max(later - earlier for earlier, later in pairwise(starts)) < (last.t - starts[0]) / 4  # a restart is long
+    assert (glanced.history.processes, glanced.history.events) == (whole.processes, whole.events)
+    (rank,) = watch_.update()
+    assert rank.history == whole

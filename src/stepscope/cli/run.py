@@ -268,11 +268,13 @@ class _Run:
         else:
             self._facts.update(facts)
             self._write(status)
+        is_there = self.folder.exists()  # else it was deleted, and that was said
         try:
-            adopt(self.folder, self._options is not None and self._options.rank is not None)
+            if is_there:
+                adopt(self.folder, self._options is not None and self._options.rank is not None)
         except OSError as error:
             tell(f"the recordings of the processes stay apart: {error}")
-        if self._arguments.json or not self._arguments.quiet:
+        if is_there and (self._arguments.json or not self._arguments.quiet):
             _show(self.folder, self._arguments.json, *self._card_stream)
         if self._live_log is not None:
             self._live_log.end(tell)

@@ -99,7 +99,7 @@ def _draw(run: "WatchedRun", every_s: float) -> int:
 
     with Screen() as screen:
         screen.draw("Reading the history …", "")
-        status = run.status(with_rules=False)  # they come a moment later
+        status = run.glance()  # goodput and warnings come a moment later
         read_s = -every_s
         while not status.is_over:
             columns, _ = screen.size

@@ -146,14 +146,20 @@ class WatchedRun:
         self._checked: object = None  # what the rules have seen
         self._found: tuple[RunWarning, ...] = ()
 
-    def status(self, with_rules: bool = True) -> RunStatus:
-        """Return the run now; RecordingError if its folder was deleted. Without rules and goodput it is faster."""
+    def glance(self) -> RunStatus:
+        """Return the run now, sooner than `status`: of a part of its blocks, and without goodput and rules."""
+        ranks = self._watch.glance()
+        run = run_of(None, leading(ranks).history)
+        return status_of(self._watch.folder, ranks, run, None, tuple(rank_warnings(ranks)), self._num_planned)
+
+    def status(self) -> RunStatus:
+        """Return the run now; RecordingError if its folder was deleted."""
         ranks = self._watch.update()
         first = leading(ranks).history
         key = first.blocks[-1:], first.events[-1:]
         if self._grown != key:
             self._run, self._grown = run_of(None, first), key
-        if with_rules and self._checked != key:
+        if self._checked != key:
             self._goodput = goodput(self._run)
             found = findings_over_time(self._run)
             self._checked = key

@@ -171,7 +171,8 @@ class Session:
         ):
             probes.guard(doing, action)
         probes.facts.update(facts)
-        files.write_json(self.folder / files.RECORDING_FILE, self._facts(status))
+        if self._run.writer.error is None or self.folder.exists():  # else it was deleted, and that was said
+            files.write_json(self.folder / files.RECORDING_FILE, self._facts(status))
 
     def _end_loop(self) -> None:
         """Count an update by hand that no later event has shown, and write what the loop did after its last step."""

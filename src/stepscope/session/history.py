@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from stepscope.border import limit
@@ -21,6 +22,8 @@ from stepscope.trace.history_file import (
     steps_of,
 )
 from stepscope.trace.recording import RECORDING_FILE, SAMPLES_FILE, StepSample
+
+_BLOCK_BEGINS = b'{"step":'  # as the recorder writes them
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,23 @@ def follow(folder: Path) -> "Follower":
     return Follower(folder)
 
 
+def spread_blocks(lines: list[bytes], most: int) -> list[bytes]:
+    """Return all lines that are no blocks, and about `most` that are: half of them the last, the others spread."""
+    is_block = [line.startswith(_BLOCK_BEGINS) for line in lines]
+    num = sum(is_block)
+    if num <= most:
+        return lines
+    first, every = num - most // 2, -(-2 * num // most)
+    numbers = accumulate(is_block)  # of the block that a line is, or the last one before it
+    return [line for line, is_one, i in zip(lines, is_block, numbers) if not is_one or i > first or i % every == 1]
+
+
 class Follower:
     """Reads what is added to a rank's history, whenever `read` is called. Never raises OSError."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_blocks: int | None = None) -> None:
         self.folder = folder
+        self._most_blocks = most_blocks  # of the first look: the last ones, and evenly spread ones before them
         self._history = Tail(folder / HISTORY_FILE)
         self._steps = [Tail(folder / name, most_bytes=1 << 18) for name in (SAMPLES_FILE, RECENT_FILE)]
         self._num_processes = 0
@@ -128,6 +143,8 @@ class Follower:
         steps: list[StepSample] = []
         try:
             lines = self._history.lines()
+            if self._most_blocks is not None:
+                lines = spread_blocks(lines, self._most_blocks)
             if self._history.was_replaced:
                 found = Lines(restarts=True)
             found.add(lines)

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from stepscope import errors
-from stepscope.errors import RecordingError, Unavailable, UsageError, if_available
+from stepscope.errors import RecordingError, TraceError, Unavailable, UsageError, if_available
 from stepscope.session.rank_accounts import RankAccounts, Spread, accounts_from_nodes
 from stepscope.trace.kind import Kind, kind_of
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
@@ -208,17 +208,24 @@ class Session:
             return Case(self.path, None, 0, recording, window, _summary=lambda _: self.summary)
         first: RankTrace | None = None
         accounts, notes, is_known = RankAccounts(), [], True
-        if self.rank is None and (found := self._from_nodes()):
-            for each, is_sure in found:
-                accounts.add(each)
-                is_known = is_known and is_sure
-            first = next(self._ranks(accounts[0].rank))
-        for opened in self._ranks() if first is None else ():
-            first = opened if first is None or opened.rank < first.rank else first
-            is_known = is_known and opened.is_known
-            if len(files) > 1 and self.rank is None:
-                accounts.add(account(opened.trace, opened.rank))
-            del opened  # before the next is read
+        try:
+            if self.rank is None and (found := self._from_nodes()):
+                for each, is_sure in found:
+                    accounts.add(each)
+                    is_known = is_known and is_sure
+                first = next(self._ranks(accounts[0].rank))
+            for opened in self._ranks() if first is None else ():
+                first = opened if first is None or opened.rank < first.rank else first
+                is_known = is_known and opened.is_known
+                if len(files) > 1 and self.rank is None:
+                    accounts.add(account(opened.trace, opened.rank))
+                del opened  # before the next is read
+        except TraceError as error:
+            if recording is None:
+                raise
+            # A run that was killed while it wrote its trace: what the steps show still holds.
+            note = f"the trace was left out: {error}"
+            return Case(self.path, None, 0, recording, window, None, (note,), _summary=lambda _: self.summary)
         assert first is not None, "a path without traces is refused before"
         if accounts:
             which = f"of {len(files)} traces this is rank {first.rank}, {first.path.name}"

@@ -23,6 +23,7 @@ from stepscope.trace.recording_facts import RecordingFacts
 
 MOST_BLOCKS = 16_000  # kept of all ranks together; of a longer run, older ones are merged
 LEAST_BLOCKS = 400  # of one rank
+MOST_GLANCE, LEAST_GLANCE = 2_000, 100  # blocks of all ranks, and of one, that a first look reads
 MOST_STEPS = 100_000  # read of a recording without a history: all that it has
 MOST_EVENTS = 5_000  # of one rank; the last ones
 SILENT_S = 60.0  # the least time without a write after which a rank is called silent
@@ -75,8 +76,22 @@ class Watch:
         self._followed: dict[Path, _Followed] = {}
         self._missing_since: float | None = None
 
+    def glance(self) -> tuple[Rank, ...]:
+        """Return every rank as a part of its blocks shows it, sooner than `update`, which then reads all of them."""
+        folders = self._folders()
+        most = max(LEAST_GLANCE, MOST_GLANCE // len(folders))
+        found = (_Followed(folder, self._clock, self._wall_clock, most) for folder in folders)
+        return tuple(each.update(MOST_BLOCKS) for each in found)
+
     def update(self) -> tuple[Rank, ...]:
         """Return every rank, in order; RecordingError if the folder was deleted."""
+        for folder in self._folders():
+            if folder not in self._followed:
+                self._followed[folder] = _Followed(folder, self._clock, self._wall_clock)
+        most = max(LEAST_BLOCKS, MOST_BLOCKS // len(self._followed))
+        return tuple(each.update(most) for each in self._followed.values())
+
+    def _folders(self) -> list[Path]:
         try:
             folders = rank_folders(self.folder)
             self._missing_since = None if (self.folder / RECORDING_FILE).exists() else self._missing_since
@@ -90,19 +105,17 @@ class Watch:
             self._missing_since = now if self._missing_since is None else self._missing_since
             if now - self._missing_since >= GONE_S or not self._followed:
                 raise RecordingError(f"{self.folder} is not a recording any more: it was deleted or moved")
-        for folder in folders:
-            if folder not in self._followed:
-                self._followed[folder] = _Followed(folder, self._clock, self._wall_clock)
-        most = max(LEAST_BLOCKS, MOST_BLOCKS // len(self._followed))
-        return tuple(each.update(most) for each in self._followed.values())
+        return folders
 
 
 class _Followed:
     """One rank's files."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: Path, clock: Callable[[], float], wall_clock: Callable[[], float], most: int | None = None
+    ) -> None:
         self._folder, self._clock, self._wall_clock = folder, clock, wall_clock
-        self._follower = Follower(folder)
+        self._follower = Follower(folder, most)
         self._processes: list[Process] = []
         self._blocks: list[Block] = []
         self._has_history = False  # else the blocks are made of exact steps
