@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -382,6 +383,40 @@ def test_a_run_in_this_process(tmp_path: Path) -> None:
     assert all(block.resident_bytes for block in found.blocks)
     assert found.events[-1].event == "end"
     assert not (tmp_path / "run" / "control").exists()
+
+
+def test_the_thread_that_trains_opens_and_writes_no_file_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not answer for seconds holds up whoever asks it: never a step of free running."""
+    trains, asked, is_free = threading.get_ident(), [], False
+    run = str(tmp_path / "run")
+
+    def audit(event: str, values: tuple[Any, ...]) -> None:
+        if is_free and threading.get_ident() == trains and event in ("open", "os.listdir", "os.rename", "os.link"):
+            asked.extend(str(value) for value in values if run in str(value))
+
+    append = files.OwnFile.append
+
+    def slow(file: files.OwnFile, data: bytes) -> None:
+        asked.extend(["append"] if is_free and threading.get_ident() == trains else [])
+        time.sleep(0.5)
+        append(file, data)
+
+    sys.addaudithook(audit)  # it cannot be removed, and then does nothing
+    job = Job()
+    with stepscope.record(tmp_path / "run", windows=SHORT):
+        for _ in range(20):
+            job.step()
+        monkeypatch.setattr(files.OwnFile, "append", slow)
+        is_free = True
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until or len(job.losses) < 200:
+            job.step()
+        is_free = False
+        monkeypatch.undo()
+    assert asked == []
+    assert sum(block.num_steps for block in history.load(tmp_path / "run").blocks) == len(job.losses)
 
 
 def test_a_folder_that_is_deleted_ends_the_recording_not_the_job(

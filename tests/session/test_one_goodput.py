@@ -21,6 +21,7 @@ from stepscope.analysis.run.interruptions import interruption, stalls
 from stepscope.document.card import Card, card_document
 from stepscope.findings.over_time import findings_over_time
 from stepscope.findings.run_status import WatchedRun
+from stepscope.formatting import size
 from stepscope.recorder.windows import Windows
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
@@ -96,6 +97,14 @@ def test_the_peak_of_the_whole_run_is_on_the_card(tmp_path: Path) -> None:
     text = terminal_text(card_document(Card.of(open_session(folder))), 140)
     # 8 GiB, 4 GiB above them at the peak, and 500 times 8 MiB
     assert "15.9 GiB allocated on the GPU in the whole run" in text and "by step 499" in text
+
+
+def test_the_peak_of_the_whole_run_is_never_below_that_of_its_first_steps(recorded: Path) -> None:
+    card = Card.of(open_session(recorded))
+    first = card.recording.facts["memory"]["peak_resident_bytes"]
+    blocks = max(block.resident_bytes or 0 for block in load(recorded).blocks)
+    assert card.whole_run is not None and card.whole_run.peak is not None
+    assert card.whole_run.peak[0].startswith(size(max(first, blocks)))
 
 
 def test_a_process_that_is_stopped_inside_a_probed_step_stalls(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The whole run on the card: its time since the start, its cost, and what went wrong in its course."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class WholeRun:
     def of(cls, session: Session, price_per_hour: float | None = None) -> "WholeRun":
         run = session.run
         found = goodput_of(session), job_of(session), tuple(findings_over_time(run))
-        return cls(*found, price_per_hour, _peak_texts(run))
+        return cls(*found, price_per_hour, _peak_texts(run, session.recording.facts.get("memory") or {}))
 
     def to_json(self) -> dict[str, Any]:
         cost = None
@@ -68,13 +68,17 @@ def _share_texts(found: Goodput) -> tuple[str, str]:
     return f"{percent(found.share)} of {span(found.wall_ns)} since the start", f"lost: {texts}" if texts else ""
 
 
-def _peak_texts(run: Run) -> tuple[str, str] | None:
-    """Return the largest memory of the whole run: other windows and steps may use more than the clean ones."""
-    for name, what in (("peak_bytes", "allocated on the GPU"), ("resident_bytes", "resident")):
-        track = run.tracks.get(name)
-        if track is not None:
-            most = max(track.values)
-            return f"{size(most)} {what} in the whole run", f"by {run.when(track.steps[track.values.index(most)])}"
+def _peak_texts(run: Run, first: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the largest memory of the whole run: later steps may use more than the `first` ones, or less."""
+    for name, of_first, what in (
+        ("peak_bytes", "peak_allocated_bytes", "allocated on the GPU"),
+        ("resident_bytes", "peak_resident_bytes", "resident"),
+    ):
+        if (track := run.tracks.get(name)) is not None:
+            most, when = max(track.values), "by the end of the clean window"
+            if most >= first.get(of_first, 0):
+                when = f"by {run.when(track.steps[track.values.index(most)])}"
+            return f"{size(max(most, first.get(of_first, 0)))} {what} in the whole run", when
     return None
 
 

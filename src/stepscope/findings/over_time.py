@@ -63,14 +63,14 @@ def _slower(run: Run, slow: Slowdown) -> Finding:
     where = f" Most of it is {_PARTS[parts[0].name]}." if parts else ""
     also = " and ".join(map(_text, others))
     because = f" At the same time, {also}." if also else ""
-    share = slow.lost_ns / max(1, run.end_ns)
+    share, so_far = slow.lost_ns / max(1, run.end_ns), "" if run.has_ended else " so far"
     figures = [("step_time_ns", slow.before_ns, slow.after_ns)]
     figures += [(each.name, each.before, each.after) for each in slow.together]
     rows = [{"figure": name, "before": first, "after": second} for name, first, second in figures]
     within = {"earliest_step": slow.earliest_step, "latest_step": slow.latest_step}
     stretch = {"step": slow.step, **within, "end_step": slow.end_step, "kind": slow.kind, "lost_ns": slow.lost_ns}
     return Finding(
-        sentence=f"{what}{where}{because} This cost {span(slow.lost_ns)} so far, {percent(share)} of the run.",
+        sentence=f"{what}{where}{because} This cost {span(slow.lost_ns)}{so_far}, {percent(share)} of the run.",
         fix=_fix(parts, others),
         evidence=(Evidence("where", [stretch]), Evidence("what changed", rows)),
         saving_ns=slow.lost_ns / max(1, run.num_steps),
