@@ -16,8 +16,9 @@ from pathlib import Path
 
 
 def peak_bytes(parallel, workload, values):
-    """Return the peak of rank 0 of a job; `parallel` are fields of `Parallel`."""
-    num_ranks = (parallel.get("fsdp") or parallel.get("ddp") or parallel.get("tp") or 1) * parallel.get("replicas", 1)
+    """Return the peaks of a job's ranks; `parallel` are fields of `Parallel`."""
+    num_ranks = next(parallel[way] for way in ("fsdp", "ddp", "tp", "pp") if way in parallel)
+    num_ranks *= parallel.get("replicas", 1)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -31,7 +32,7 @@ def peak_bytes(parallel, workload, values):
     ]  # fmt: skip
     ends = [rank.communicate(timeout=600) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(end[1][-2000:] for end in ends)
-    return int(ends[0][0].split()[-1])
+    return [int(end[0].split()[-1]) for end in ends]
 
 
 def main(rank, num_ranks, port, request):
@@ -43,6 +44,7 @@ def main(rank, num_ranks, port, request):
     from torch.nn.parallel import DistributedDataParallel
 
     from stepscope.planner.emulation.fsdp import policy_of, units
+    from stepscope.planner.emulation.pipeline import StagePass, loss_of, split, users_own
     from stepscope.planner.emulation.tensor_parallel import styles_of
     from stepscope.planner.parallel import Parallel
     from stepscope.sweep import measure, prepare
@@ -66,7 +68,11 @@ def main(rank, num_ranks, port, request):
     elif parallel.tp:
         parallelize_module(module, init_device_mesh("cpu", (num_ranks,)), styles_of(module))
     batch = prepare.cast(prepare.make_batch(built, 0, "cpu"), prepare.weights_dtype(point.run))
-    one_pass = prepare.Pass(module, batch, point.run)
+    if parallel.pp:
+        stage = split(users_own(module), parallel, batch).build_stage(rank, torch.device("cpu"))
+        one_pass = StagePass(stage, loss_of(users_own(module)), parallel, batch, point.run)
+    else:
+        one_pass = prepare.Pass(module, batch, point.run)
     one_pass()
     one_pass()
     one_pass.drop_gradients()

@@ -206,6 +206,9 @@ def plan(
     fsdp: int | str | None = None,
     ddp: int | None = None,
     tp: int | None = None,
+    pp: int | str | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
     mixed_precision: str | None = None,
     offload_activations: bool = False,
     fit: str | int | None = None,
@@ -232,7 +235,7 @@ def plan(
     from stepscope.sweep.grid import find_workload, grid_points
     from stepscope.sweep.memory import bytes_of
 
-    parallel = parallel_of(fsdp, ddp, tp, mixed_precision, offload_activations)
+    parallel = parallel_of(fsdp, ddp, tp, mixed_precision, offload_activations, pp, microbatches, schedule)
     devices = find_devices([device] if isinstance(device, str) else device)
     if not devices:
         raise UsageError("device names no device")

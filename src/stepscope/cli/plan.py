@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fsdp", metavar="N", help="plan one of N ranks with FSDP2; 2x8: hybrid sharding")
     add("--ddp", metavar="N", help="plan one of N ranks with DistributedDataParallel")
     add("--tp", metavar="N", help="plan one of N ranks with the model's tensor-parallel plan")
+    add("--pp", metavar="N|NAMES", help="plan N pipeline stages, or stages that begin at these modules")
+    add("--microbatches", metavar="N", help="micro-batches of a pipeline (default: one per stage)")
+    add("--schedule", metavar="NAME", help="a pipeline's schedule: 1f1b (default) or gpipe")
     add("--mixed-precision", metavar="P:R", help="FSDP2's dtypes of parameters and reduction, e.g. bf16:fp32")
     add("--offload-activations", action="store_true", help="keep saved activations in host memory")
     add("--fit", metavar="MEMORY", help="find the largest batch and the fewest GPUs of this size")
@@ -49,6 +52,9 @@ def main(arguments: argparse.Namespace) -> int:
             fsdp=arguments.fsdp,
             ddp=arguments.ddp,
             tp=arguments.tp,
+            pp=arguments.pp,
+            microbatches=arguments.microbatches,
+            schedule=arguments.schedule,
             mixed_precision=arguments.mixed_precision,
             offload_activations=arguments.offload_activations,
             fit=arguments.fit,

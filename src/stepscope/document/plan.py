@@ -44,6 +44,8 @@ def _one(row: Mapping[str, Any]) -> Iterator[Part]:
         Fact("verdict", _verdict(row)),
         Fact("peak", f"{size(row['peak_allocated_bytes'])} allocated{reserved}; {settles}"),
     ]
+    if peaks := row.get("stage_peak_bytes"):
+        facts.append(Fact("stages", f"{', '.join(map(size, peaks))} allocated; all else is of the highest"))
     if row.get("error_bar"):
         facts.append(Fact("error bar", f"±{whole_percent(row['error_bar'])} of the allocated bytes"))
     facts += [Fact("parameters", f"{row['parameters']:,}"), Fact("FLOPs", f"{flops(row['flops'])} per step")]

@@ -2,17 +2,16 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stepscope.devices.limits import Device, known_devices
-from stepscope.errors import UsageError
 from stepscope.planner.compiled.graphs import Compiler
 from stepscope.planner.compiled.inductor import Padding
 from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
@@ -28,15 +27,13 @@ from stepscope.planner.hardware import (
     unknown_bytes,
 )
 from stepscope.planner.parallel import Parallel
+from stepscope.planner.step_of_rank import ranks_of, step_of
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.nodes import backward_runs
 from stepscope.recorder.ledger.storages import TEMPORARY, WORKSPACE, Allocation, Storages, storage_key
 from stepscope.sweep import prepare
 from stepscope.workloads.workload import Built, Value, Workload
-
-if TYPE_CHECKING:
-    from stepscope.planner.emulation.ranks import Ranks
 
 FEWEST_CALLS = 3  # the first creates the optimizer's state, and the third shows whether the second repeats
 MOST_CALLS = 16  # in which every optimizer must step, and in which a repetition is looked for
@@ -147,7 +144,9 @@ def trace(
     known_device = next((known for known in known_devices() if hardware_of(known) == hardware), None)
     capability = (9, 0) if hardware is None else hardware.compute_capability
     dispatch = CudaDispatch(device, capability, planned or known_device)
-    sharding = None if parallel is None else _sharding(parallel, run, dispatch.device, recorder)
+    sharding = (
+        None if parallel is None else ranks_of(parallel, run, dispatch.device, recorder.storages, recorder.after_op)
+    )
     offloads = parallel is not None and parallel.offload
     if sharding is None:
         mode = DatalessMode(dispatch.device, dispatch.kernels, recorder.after_op)
@@ -161,7 +160,7 @@ def trace(
         recorder.begin([], [])
         with mode:
             built = prepare.build(workload, config, int(run["seed"]), device)
-            step, known = _step_of(built, run, device, sharding, offloads)
+            step, known = step_of(built, run, device, sharding, offloads)
         recorder.end()
         for hook in recorder.optimizer_hooks():
             hooks.callback(hook.remove)
@@ -319,61 +318,6 @@ def _until(end: int, allocations: list[Allocation]) -> list[Allocation]:
         if entry["died"] is not None and entry["died"] >= end:
             entry["died"] = None
     return found
-
-
-def _sharding(
-    parallel: Parallel, run: Mapping[str, Value], device: torch.device, recorder: _Recorder
-) -> "Ranks | None":
-    """Return what makes the module one of several ranks; None if there is one."""
-    if parallel.num_ranks == 1:
-        return None
-    way = next(f"--{name}" for name in ("fsdp", "ddp", "tp") if getattr(parallel, name) is not None)
-    if run["compile"] != "off":
-        raise UsageError(f"{way} and --compile cannot be planned together: leave one out")
-    if run["mode"] == "inference":
-        raise UsageError(f"{way} is planned for training only: use --mode forward instead of inference")
-    if not torch.distributed.is_available():
-        raise UsageError(f"{way} needs torch.distributed, which this build of PyTorch does not have")
-    # They take a second to import.
-    chosen: type[Ranks]
-    if parallel.fsdp is not None:
-        from stepscope.planner.emulation.fsdp import Sharding as chosen
-    elif parallel.ddp is not None:
-        from stepscope.planner.emulation.data_parallel import DataParallel as chosen
-    else:
-        from stepscope.planner.emulation.tensor_parallel import TensorParallel as chosen
-    return chosen(parallel, device, recorder.storages, recorder.after_op)
-
-
-def _step_of(
-    built: Any, run: Mapping[str, Value], device: str, sharding: "Ranks | None", offloads: bool
-) -> tuple[Callable[[], Any], tuple[list[nn.Module], list[Any]] | None]:
-    """Return one step of the workload as a callable, and its modules and optimizers if they are known."""
-    if not isinstance(built, Built):
-        if sharding is not None or offloads:
-            raise UsageError(
-                "A whole step has its model inside: for a plan of several ranks, let the function return the model"
-            )
-        return built.step, None
-    dtype = prepare.weights_dtype(run)
-    built.module.to(dtype)
-    module = built.module if sharding is None else sharding.shard(built.module)
-    batch = prepare.cast(prepare.make_batch(built, int(run["seed"]), device), dtype)
-    if offloads:
-        _offload(module)
-    one_pass = prepare.Pass(module, batch, run)
-    return one_pass, ([module], [] if one_pass.optimizer is None else [one_pass.optimizer])
-
-
-def _offload(module: nn.Module) -> None:
-    """Let a module save its activations in pinned host memory, as a forward in `save_on_cpu` does."""
-    forward = module.forward
-
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return forward(*args, **kwargs)
-
-    module.forward = offloaded
 
 
 def _found(live: Mapping[int, int]) -> tuple[list[nn.Module], list[Any]]:

@@ -1,11 +1,14 @@
 """How ranks train a model together: what `stepscope plan` is asked to plan for one of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from stepscope.errors import UsageError
 
 MOST_RANKS = 16384
 DTYPES = ("bf16", "fp16", "fp32")
+WAYS = ("fsdp", "ddp", "tp", "pp")
+SCHEDULES = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +21,16 @@ class Parallel:
     tp: int | None = None  # ranks that split the model's layers with parallelize_module
     param_dtype: str | None = None  # of FSDP2's MixedPrecisionPolicy
     reduce_dtype: str | None = None
+    pp: int | None = None  # stages of a pipeline
+    split: tuple[str, ...] = ()  # the modules where its stages begin, except the first; () for even shares of blocks
+    stage: int = 0  # which of them is planned
+    num_microbatches: int = 1  # in which a pipeline takes the batch
+    schedule: str = "1f1b"
+    pipes: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # split once for all stages
     offload: bool = False  # whether saved activations wait for the backward in host memory
 
     def __post_init__(self) -> None:
-        ways = [name for name in ("fsdp", "ddp", "tp") if getattr(self, name) is not None]
+        ways = [name for name in WAYS if getattr(self, name) is not None]
         if len(ways) > 1:
             raise UsageError(f"--{ways[0]} and --{ways[1]} cannot be planned together: leave one out")
         for name in (*ways, "replicas"):
@@ -30,6 +39,17 @@ class Parallel:
                 raise UsageError(
                     f"{name}={number}: the number of ranks must be from 2 to {MOST_RANKS}. For one, leave it out"
                 )
+        if self.pp is not None and self.schedule not in SCHEDULES:
+            raise UsageError(f"--schedule {self.schedule}: choose from {', '.join(SCHEDULES)}")
+        if self.pp is not None and self.num_microbatches < (self.pp if self.schedule == "1f1b" else 1):
+            raise UsageError(
+                f"--microbatches {self.num_microbatches}: {self.schedule} needs at least one"
+                + (
+                    f" for each of {self.pp} stages. Use more, or --schedule gpipe"
+                    if self.num_microbatches > 0
+                    else ""
+                )
+            )
         if self.fsdp is None and (self.param_dtype or self.reduce_dtype):
             raise UsageError("--mixed-precision is FSDP2's: use it with --fsdp, or name a --dtype")
         for dtype in (self.param_dtype, self.reduce_dtype):
@@ -38,7 +58,12 @@ class Parallel:
 
     @property
     def num_ranks(self) -> int:
-        return (self.fsdp or self.ddp or self.tp or 1) * self.replicas
+        return (self.fsdp or self.ddp or self.tp or self.pp or 1) * self.replicas
+
+    @property
+    def way(self) -> str | None:
+        """The name of its option; None if there is one rank."""
+        return next((name for name in WAYS if getattr(self, name) is not None), None)
 
     def __str__(self) -> str:
         """Return it as text, such as `FSDP2, 2 replicas of 8 ranks, parameters in bf16`."""
@@ -46,6 +71,8 @@ class Parallel:
             words = [f"FSDP2, {self.replicas} replicas of {self.fsdp} ranks" if self.replicas > 1 else "FSDP2"]
         else:
             words = ["DDP"] * (self.ddp is not None) + ["tensor parallelism"] * (self.tp is not None)
+        if self.pp:
+            words = [f"pipeline, {self.num_microbatches} micro-batches, {self.schedule}"]
         words += [f"parameters in {self.param_dtype}"] * (self.param_dtype is not None)
         words += [f"gradients reduced in {self.reduce_dtype}"] * (self.reduce_dtype is not None)
         words += ["saved activations in host memory"] * self.offload
@@ -58,15 +85,24 @@ def parallel_of(
     tp: int | str | None = None,
     mixed_precision: str | None = None,
     offload: bool = False,
+    pp: int | str | None = None,
+    microbatches: int | str | None = None,
+    schedule: str | None = None,
 ) -> Parallel | None:
     """Return what these options say: `8`, `2x8` (replicas × ranks), `bf16` or `bf16:fp32`; None for one device.
+
+    `pp` is a number of stages, or the names of the modules where the stages after the first begin.
 
     >>> parallel_of(fsdp="2x8", mixed_precision="bf16:fp32").num_ranks
     16
     """
-    if fsdp is ddp is tp is mixed_precision is None and not offload:
+    if pp is None and (microbatches or schedule):
+        raise UsageError("--microbatches and --schedule are a pipeline's: use them with --pp")
+    if fsdp is ddp is tp is pp is mixed_precision is None and not offload:
         return None
     replicas, shards = fsdp.split("x", 1) if isinstance(fsdp, str) and "x" in fsdp else ("1", fsdp)
+    names = tuple(filter(None, pp.split(","))) if isinstance(pp, str) and not pp[:1].isdigit() else ()
+    stages = len(names) + 1 if names else _number(pp, "pp")
     param, _, reduce = (mixed_precision or "").partition(":")
     return Parallel(
         fsdp=_number(shards, "fsdp"),
@@ -76,6 +112,10 @@ def parallel_of(
         param_dtype=param or None,
         reduce_dtype=reduce or None,
         offload=offload,
+        pp=stages,
+        split=names,
+        num_microbatches=stages or 1 if microbatches is None else _number(microbatches, "microbatches") or 0,
+        schedule=schedule or SCHEDULES[0],
     )
 
 

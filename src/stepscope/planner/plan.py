@@ -198,6 +198,8 @@ def spread_over(parallel: Parallel | None, num_ranks: int) -> Parallel | None:
         return Parallel(offload=True) if base.offload else None
     if base.tp is not None:
         return replace(base, tp=num_ranks)
+    if base.pp is not None:
+        return replace(base, pp=num_ranks, split=(), num_microbatches=max(base.num_microbatches, num_ranks))
     return replace(base, fsdp=num_ranks // base.replicas) if base.ddp is None else replace(base, ddp=num_ranks)
 
 
@@ -212,13 +214,18 @@ def fewest_ranks(fits: Callable[[int], bool], parallel: Parallel | None) -> tupl
         return 1, None
     if parallel is not None and parallel.ddp is not None:
         return None, "a rank of DDP has the whole model, so more ranks do not help. Use --fsdp"
+    is_split = parallel is not None and parallel.way in ("tp", "pp")  # not into any number of parts
     high = 2 * step
-    while not fits(high):
-        if 2 * high > MOST_PLANNED_RANKS:
-            return None, f"not even {high} ranks fit"
-        high *= 2
+    try:
+        while not fits(high):
+            if 2 * high > MOST_PLANNED_RANKS:
+                return None, f"not even {high} ranks fit"
+            high *= 2
+    except UsageError as error:
+        if not is_split:
+            raise
+        return None, f"{high // 2} do not fit, and {high} cannot be planned: {error}"
     low = high // 2
-    is_split = parallel is not None and parallel.tp is not None  # the model's sizes must be divisible
     while not is_split and high - low > step:
         middle = (low + high) // 2 // step * step
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -263,8 +270,11 @@ def plan_points(
             knob = KNOBS[key]
             if knob not in point.config:
                 raise UsageError(f"{point.workload} has no knob {knob!r} to search")
-            search = Search(knob, lambda value: predict(point, device, **{knob: value}))  # noqa: B023  used right here
-            largest[key], reason = search.run(int(point.config[knob]))
+            # A pipeline's batch has as many rows for each micro-batch.
+            factor = parallel.num_microbatches if parallel is not None and key == MAX_BATCH else 1
+            search = Search(knob, lambda value: predict(point, device, **{knob: value * factor}))  # noqa: B023
+            value, reason = search.run(max(1, int(point.config[knob]) // factor))
+            largest[key] = None if value is None else value * factor
             bounded_by |= {} if reason is None else {key: reason}
         if limit_bytes is not None:
             largest[MIN_RANKS], reason = fewest_ranks(lambda number: fits_on(point, device, number), parallel)

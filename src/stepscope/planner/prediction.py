@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -128,6 +128,9 @@ class Prediction:
     fsdp: int | None = None  # the number of ranks with FSDP2: all values are those of one rank
     num_ranks: int = 1  # with FSDP2, DDP or tensor parallelism: all values are those of one rank
     parallel: str | None = None  # how ranks train together, as text
+    stage_peak_bytes: tuple[int, ...] = ()
+    """A pipeline's peaks of allocated memory, by stage. The other values are those of the highest, except the number
+    of parameters, which is that of all stages."""
     error_bar: float | None = None  # relative error of the peak in either direction, if the plan is an approximation
 
     def __repr__(self) -> str:
@@ -148,11 +151,25 @@ class Planner:
         self._traced: dict[tuple[Any, ...], Traced] = {}
 
     def predict(self, point: Point, device: Device | None) -> Prediction:
-        """Return the prediction for a point on a device; without a device, on a CPU."""
+        """Return the prediction for a point on a device; without a device, on a CPU.
+
+        For a pipeline, it is that of the stage with the highest peak.
+        """
+        parallel = self._parallel
+        if parallel is None or parallel.pp is None:
+            return self._predict(point, device, parallel)
+        parallel = replace(parallel, pipes={})
+        stages = [self._predict(point, device, replace(parallel, stage=stage)) for stage in range(parallel.num_ranks)]
+        peaks = tuple(stage.peak_allocated_bytes for stage in stages)
+        num_parameters = sum(stage.parameters for stage in stages)
+        highest = max(stages, key=lambda stage: stage.peak_reserved_bytes or stage.peak_allocated_bytes)
+        return replace(highest, stage_peak_bytes=peaks, parameters=num_parameters)
+
+    def _predict(self, point: Point, device: Device | None, parallel: Parallel | None) -> Prediction:
         hardware = None if device is None else hardware_of(device)
         if device is not None and hardware is None:
             raise UsageError(f"{device.name}: only NVIDIA devices can be planned")
-        traced = self._trace(point, hardware, device)
+        traced = self._trace(point, hardware, device, parallel)
         events = Events(traced.memory["allocations"], traced.step_begins, traced.period)
         rounds = hardware is not None
         found = replay(events, rounds=rounds)
@@ -198,15 +215,17 @@ class Planner:
             return usable_bytes(device)
         return self._limit_bytes - CONTEXT_BYTES, self._limit_bytes - CONTEXT_BYTES
 
-    def _trace(self, point: Point, hardware: Hardware | None, device: Device | None) -> Traced:
+    def _trace(
+        self, point: Point, hardware: Hardware | None, device: Device | None, parallel: Parallel | None
+    ) -> Traced:
         # A user's own program may ask for the device's name or memory.
         asked = device.name if device is not None and ".py:" in point.workload else None
-        key = (tuple(sorted(point.config.items())), tuple(sorted(point.run.items())), hardware, asked)
+        key = (tuple(sorted(point.config.items())), tuple(sorted(point.run.items())), hardware, asked, parallel)
         if key not in self._traced:
             try:
                 config = self._workload.config(**point.config)
                 self._traced[key] = trace(
-                    self._workload, config, point.run, hardware, parallel=self._parallel, planned=device
+                    self._workload, config, point.run, hardware, parallel=parallel, planned=device
                 )
             except CannotRun as error:
                 raise UsageError(f"{point.workload}: {error}") from None

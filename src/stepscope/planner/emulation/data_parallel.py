@@ -15,6 +15,7 @@ from stepscope.planner.emulation.dataless import DatalessMode
 from stepscope.planner.emulation.ranks import COMMUNICATION, ERROR_BAR, NCCL, LocalDatalessMode, Ranks
 from stepscope.planner.emulation.torch_support import replaced
 from stepscope.recorder.ledger.storages import OUTSIDE
+from stepscope.workloads.workload import Batch
 
 _INIT = DistributedDataParallel.__init__  # a plan of one device refuses it
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -27,7 +28,7 @@ class DataParallel(Ranks):
         self._mode = _BucketMode(self._device, kernels, self._saw)
         return self._mode
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module, batch: Batch) -> nn.Module:
         with replaced((DistributedDataParallel, "__init__", _INIT)):
             # Without the first broadcast: it needs data, and its buffers are gone before the first step.
             wrapped = DistributedDataParallel(module, init_sync=False)

@@ -20,6 +20,7 @@ from stepscope.planner.emulation import cuda_calls
 from stepscope.planner.emulation.ranks import COMMUNICATION, ERROR_BAR, NCCL, AfterOp, Ranks
 from stepscope.planner.parallel import Parallel
 from stepscope.recorder.ledger.storages import OUTSIDE, WEIGHT_CAST, Storages, storage_key, storage_of
+from stepscope.workloads.workload import Batch
 
 UNSHARDED_PARAMETER, UNSHARDED_GRADIENT = "unsharded_parameter", "unsharded_gradient"
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single")
@@ -75,7 +76,7 @@ class Sharding(Ranks):
         yield FSDPParam, "alloc_all_gather_outputs", lambda parameter: self._fill(parameter)
         yield FSDPParam, "free_unsharded_param", lambda parameter: self._empty(parameter)
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module, batch: Batch) -> nn.Module:
         """Apply `fully_shard` to the elements of the module's lists, which are its blocks, and to the rest."""
         found = units(module)
         *blocks, whole = found

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +18,8 @@ from stepscope.planner.emulation.dataless import DatalessMode, PlannedTensor
 from stepscope.planner.emulation.torch_support import replaced
 from stepscope.planner.parallel import Parallel
 from stepscope.recorder.ledger.storages import Storages
+from stepscope.sweep import prepare
+from stepscope.workloads.workload import Batch, Value
 
 COMMUNICATION = "communication"  # buffers of the parallelism itself, for gathering and reducing
 ERROR_BAR = 0.02
@@ -50,7 +52,7 @@ class Ranks:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-            dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+            dist.init_process_group("fake", rank=self._parallel.stage, world_size=num_ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
             # PyTorch treats planned tensors as CPU tensors. What asks in Python sees the planned device.
             shape = (num_ranks,) if num_replicas == 1 else (num_replicas, num_ranks // num_replicas)
@@ -68,8 +70,12 @@ class Ranks:
         return iter(())
 
     @abstractmethod
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module, batch: Batch) -> nn.Module:
         """Return the module as one rank has it."""
+
+    def make_pass(self, module: nn.Module, batch: Batch, run: Mapping[str, Value]) -> Any:
+        """Return what runs one step of `shard`'s module."""
+        return prepare.Pass(module, batch, run)
 
     def dataless_mode(self, kernels: Any) -> DatalessMode:
         """Return the mode for planned tensors that lets distributed tensors unwrap themselves."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from stepscope.errors import UsageError
 from stepscope.planner.emulation.dataless import DatalessMode
 from stepscope.planner.emulation.ranks import ERROR_BAR, NCCL, LocalDatalessMode, Ranks
+from stepscope.workloads.workload import Batch
 
 _STYLES = {
     "colwise": ColwiseParallel,
@@ -40,7 +41,7 @@ class TensorParallel(Ranks):
         # The wrapper of a result that is not there yet asks Python for the device, and PyTorch may not have that one.
         yield _functional_collectives, "_maybe_wrap_tensor", lambda result: result
 
-    def shard(self, module: nn.Module) -> nn.Module:
+    def shard(self, module: nn.Module, batch: Batch) -> nn.Module:
         styles = styles_of(module)
         num_ranks = self._parallel.num_ranks
         self._mesh._device_type = _SameDevice(self._mesh.device_type)
