@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,7 @@ def stepscope_parts(names: set[str]) -> set[str]:
     return parts
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     package = ".".join(("stepscope", *path.relative_to(ROOT).parts[:-1]))
     return imported_names(path.read_text(encoding="utf-8"), package)
@@ -139,21 +142,19 @@ def test_every_part_has_its_arrows():
     assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import, and in the design why"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path):
-    part, relative = part_of(path), str(path.relative_to(ROOT))
-    found = stepscope_parts(imports_of(path)) - {part}
+def test_imports_point_down():
+    parts = {path: part_of(path) for path in FILES}
+    wrong = {path: stepscope_parts(imports_of(path)) - {part} - MAY_IMPORT[part] for path, part in parts.items()}
 
-    assert found <= MAY_IMPORT.get(part, set()), f"{relative} may not import {sorted(found - MAY_IMPORT[part])}"
+    assert {str(path.relative_to(ROOT)): names for path, names in wrong.items() if names} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_read_side_never_imports_torch_and_the_record_side_nothing_but_torch(path):
-    tops = {name.split(".")[0] for name in imports_of(path)} - sys.stdlib_module_names - {"stepscope"}
-    if part_of(path) in WITHOUT_TORCH:
-        assert "torch" not in tops
-    if part_of(path) == "recorder":
-        assert tops <= {"torch"}
+def test_the_read_side_never_imports_torch_and_the_record_side_nothing_but_torch():
+    ours = {*sys.stdlib_module_names, "stepscope"}
+    tops = {path: {name.split(".")[0] for name in imports_of(path)} - ours for path in FILES}
+
+    assert [path for path, names in tops.items() if part_of(path) in WITHOUT_TORCH and "torch" in names] == []
+    assert [path for path, names in tops.items() if part_of(path) == "recorder" and names - {"torch"}] == []
 
 
 def modules_named(path: Path, modules: dict[str, Path]) -> set[str]:
@@ -201,9 +202,9 @@ def test_a_cycle_is_found_wherever_it_is():
     assert cycles_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda path: path.name)
-def test_no_folder_is_crowded(folder):
-    assert len(list(folder.glob("*.py"))) <= MOST_FILES_IN_A_FOLDER
+def test_no_folder_is_crowded():
+    num_files = Counter(str(path.parent.relative_to(ROOT)) for path in FILES)
+    assert {folder: num for folder, num in num_files.items() if num > MOST_FILES_IN_A_FOLDER} == {}
 
 
 def test_no_file_is_long():

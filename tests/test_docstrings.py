@@ -5,8 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
-
-import pytest
+from collections import Counter
 
 import stepscope
 
@@ -17,20 +16,16 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["stepscope", *MODULES])
-def test_examples(name, tmp_path, monkeypatch):
+def test_examples(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an example may leave files behind
-    module = importlib.import_module(name)
-    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    finder, examples, failed = doctest.DocTestFinder(exclude_empty=True), Counter(), []
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for name in ["stepscope", *MODULES]:
+        for found in finder.find(importlib.import_module(name)):
+            examples[name] += len(found.examples)
+            if runner.run(found, out=failed.append).failed:
+                failed.append(name)
 
-    assert result.failed == 0
-
-
-def test_there_are_examples_to_run():
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    examples = {
-        name: sum(len(test.examples) for test in finder.find(importlib.import_module(name))) for name in MODULES
-    }
-
+    assert failed == []
     assert sum(count > 0 for count in examples.values()) >= 8
     assert examples["stepscope.formatting"] >= 6 and examples["stepscope.recorder.step_ends"] >= 2
