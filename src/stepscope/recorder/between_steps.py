@@ -18,7 +18,9 @@ FIRST_SEEN = 2  # the step from which on all models are known
 # Functions that call the trained model without gradients. The innermost that matches decides. What is printed or
 # shown is to be looked at: training does not read it.
 _EVALUATES = re.compile(r"eval|valid|test|predict|estimate|infer|(?:^|_)(?:print|show|display|preview|visuali[sz]e)")
-_COLLECTS = re.compile(r"rollout|collect|explor|episode|play|select_action|sample_action|choose_action|\bact\b")
+_COLLECTS = re.compile(r"rollout|collect|explor|episode|play")
+# What an evaluation calls as well as a rollout: it decides if nothing else does.
+_ACTS = re.compile(r"(?:^|_)act(?:ions?)?(?:_|$)")
 
 
 class Between:
@@ -132,14 +134,17 @@ def _kind(names: Iterable[str], generation: str = ROLLOUT) -> str | None:
 
     >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["collect_rollouts", "learn"])
     ('evaluation', 'rollout')
+    >>> _kind(["get_action", "evaluate"]), _kind(["get_action", "<module>"])
+    ('evaluation', 'rollout')
     >>> _kind(["generate", "print_samples", "<module>"]), _kind(["generate", "<module>"])
     ('evaluation', 'rollout')
     """
-    generates = False
+    acts = generates = False
     for name in names:
         if _EVALUATES.search(name):
             return EVALUATION
         if _COLLECTS.search(name):
             return ROLLOUT
+        acts |= bool(_ACTS.search(name))
         generates |= "generat" in name  # an evaluation may generate too
-    return generation if generates else None
+    return ROLLOUT if acts else generation if generates else None
