@@ -1,48 +1,54 @@
-"""What the callback costs a Trainer: one training in which it is switched on and off, block by block.
+"""What Stepscope costs a step: trainings in which it is switched on and off, block by block.
 
-    python benchmarks/callback_overhead.py [--tokens 64]
-    python benchmarks/callback_overhead.py --device cuda    GPT-2 small, 8 × 512 tokens in bfloat16
+    python benchmarks/callback_overhead.py                   under five minutes on a machine with nothing else to do
+    python benchmarks/callback_overhead.py --ways callback --step-ms 60 --seconds 60
+    python benchmarks/callback_overhead.py --device cuda     the same model on a GPU
 
-Two figures. On a CPU, both are CPU time of the thread that trains, because other processes share the machine; on a
-GPU, wall-clock time between synchronizations at the ends of a block. `interleaved` is the median of each block's time
-per step over that of the block beside it without the callback, with its bootstrap interval: all effects, caches
-included. `own work` is the time in Stepscope's own files per step. A profile function adds it up in blocks of its
-own; what that function costs per call is measured first and subtracted.
+Each row is one training in free running, with steps of about the given length: `callback` in a Hugging Face Trainer,
+`lightning` in a Lightning Trainer (both with a log line every 10 steps), `run` in a plain loop, as with
+`stepscope run`. `wall` and `CPU` are the medians of each block's time per step over that of the block beside it
+without Stepscope, with bootstrap intervals: wall-clock time, and CPU time of the process with Stepscope's own thread.
+`own work` is the CPU time in Stepscope's files in the thread that trains. A profile function adds it up in blocks of
+its own; what that function costs per call is measured first and subtracted. It is an upper limit. `calls` are the
+Python functions of Stepscope per step, in that thread. `step ms` is without Stepscope; on a CPU, it is CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 import sys
 import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import stepscope
-from stepscope.integrations.huggingface import StepscopeCallback
 from stepscope.recorder import current
 from stepscope.recorder.windows import Windows
 
-STEPS_PER_BLOCK = 30
-CONFIG = {"vocab_size": 512, "n_positions": 128, "n_embd": 128, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
-CONFIG["eos_token_id"] = CONFIG["bos_token_id"]
-LARGE = {"vocab_size": 50304, "n_positions": 512, "n_embd": 768, "n_layer": 12, "n_head": 12}
+LOG_EVERY = 10
+BATCH, LENGTH, WIDTH, WORDS = 8, 64, 256, 512
 OFF, ON, PROFILED = "off", "on", "profiled"
 OURS = str(Path(stepscope.__file__).parent)
+WINDOWS = Windows(warmup=2, clean=1, trace=0, memory=0)
+NUM_BEFORE = WINDOWS.num_steps + 5
 
 
 class OwnTime:
     """Adds up the time in frames of the files in a folder, with the C functions that they call."""
 
     def __init__(self, folder: str = OURS) -> None:
-        self.ns = self.num_events = 0
+        self.ns = self.num_events = self.num_calls = 0
         self._folder = folder
         self._is_ours = False
         self._since_ns = 0
@@ -54,6 +60,7 @@ class OwnTime:
             self.num_events += 1
         top = frame.f_back if event == "return" else frame
         self._is_ours = top is not None and top.f_code.co_filename.startswith(self._folder)
+        self.num_calls += self._is_ours and event == "call"
         self._since_ns = time.thread_time_ns()
 
 
@@ -74,27 +81,50 @@ def profile_ns() -> float:
     return min(tries)
 
 
-class Switch(TrainerCallback):
-    """Times blocks of steps, in random order within each round of three. Comes after the callback it switches."""
+class Model(nn.Module):
+    """A language model without attention, so that its step is as long as its depth."""
 
-    def __init__(self, num_windows: int, device: str) -> None:
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.Sequential(*(part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.layers(self.embedding(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.view(-1, WORDS), labels.view(-1)), "logits": logits}
+
+
+class Switch:
+    """Times blocks of steps, in random order within each round of three. Called when a step has ended."""
+
+    def __init__(self, step_ms: float, seconds: float, device: str) -> None:
         self._is_gpu = device == "cuda"
-        self.ms: dict[str, list[float]] = {OFF: [], ON: [], PROFILED: []}
+        self._num_steps = max(5, round(500 / step_ms))  # of a block
+        self.num_rounds = max(4, round(seconds * 1e3 / (3 * self._num_steps * step_ms)))
+        self.wall_ms: dict[str, list[float]] = {OFF: [], ON: [], PROFILED: []}
+        self.cpu_ms: dict[str, list[float]] = {OFF: [], ON: [], PROFILED: []}
         self.own_us: list[float] = []
-        self._num_windows = num_windows  # steps before free running
+        self.calls: list[float] = []
         self._order: list[str] = []
         self._session: Any = None
-        self._began_ns = self._num_left = 0
+        self._began = (0, 0)
+        self._num_seen = self._num_left = 0
         self._own, self._profile_ns = OwnTime(), profile_ns()
 
-    def _now(self) -> int:
+    @property
+    def num_steps(self) -> int:
+        """Of the whole training."""
+        return NUM_BEFORE + 1 + self.num_rounds * 3 * self._num_steps
+
+    def _now(self) -> tuple[int, int]:
         if self._is_gpu:
             torch.cuda.synchronize()
-            return time.perf_counter_ns()
-        return time.thread_time_ns()
+        return time.perf_counter_ns(), time.process_time_ns()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        if state.global_step < self._num_windows:
+    def step_ended(self) -> None:
+        self._num_seen += 1
+        if self._num_seen <= NUM_BEFORE:
             return
         self._session = self._session or current.session
         self._num_left -= 1
@@ -103,69 +133,166 @@ class Switch(TrainerCallback):
         if self._order:
             self._end_block(self._order.pop())
         if not self._order:
-            self._order = random.sample(list(self.ms), len(self.ms))
-        self._num_left = STEPS_PER_BLOCK
+            self._order = random.sample(list(self.wall_ms), 3)
+        self._num_left = self._num_steps
         if self._order[-1] != OFF:
             self._session.resume()
         self._own = OwnTime()
-        self._began_ns = self._now()
+        self._began = self._now()
         if self._order[-1] == PROFILED:
             sys.setprofile(self._own)
 
     def _end_block(self, name: str) -> None:
+        sys.setprofile(None)
         if name != OFF:
             self._session.catch_up()  # what is left to do for these steps
-        sys.setprofile(None)
-        self.ms[name].append((self._now() - self._began_ns) / 1e6 / STEPS_PER_BLOCK)
+        wall_ns, cpu_ns = (now - began for now, began in zip(self._now(), self._began))
+        self.wall_ms[name].append(wall_ns / 1e6 / self._num_steps)
+        self.cpu_ms[name].append(cpu_ns / 1e6 / self._num_steps)
         if name == PROFILED:
             own_ns = self._own.ns - self._own.num_events * self._profile_ns
-            self.own_us.append(own_ns / 1e3 / STEPS_PER_BLOCK)
+            self.own_us.append(own_ns / 1e3 / self._num_steps)
+            self.calls.append(self._own.num_calls / self._num_steps)
         if name != OFF:
             self._session.suspend()
 
-    def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
-        sys.setprofile(None)
+
+def callback(model: Model, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    from stepscope.integrations.huggingface import StepscopeCallback
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+            switch.step_ended()
+
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        max_steps=switch.num_steps,
+        per_device_train_batch_size=BATCH,
+        logging_steps=LOG_EVERY,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=device == "cpu",
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for (row,) in data]
+    # The switch is called last, when the step has ended for the recorder.
+    callbacks = [StepscopeCallback(folder / "run", windows=WINDOWS), Ends()]
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+    trainer.pop_callback(PrinterCallback)
+    trainer.train()
+
+
+def lightning(model: Model, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
+    import lightning.pytorch as pl
+
+    from stepscope.integrations.lightning import StepscopeCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _index: int) -> torch.Tensor:
+            return self.model(batch[0], batch[0])["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    class Ends(pl.Callback):
+        def on_train_batch_end(self, *_args: Any, **_kwargs: Any) -> None:
+            switch.step_ended()
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    trainer = pl.Trainer(
+        max_steps=switch.num_steps,
+        accelerator=device,
+        devices=1,
+        callbacks=[StepscopeCallback(folder / "run", windows=WINDOWS), Ends()],
+        log_every_n_steps=LOG_EVERY,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(data, batch_size=BATCH))
+
+
+def run(model: Model, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
+    with stepscope.record(folder / "run", windows=WINDOWS):
+        model.to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        num_left = switch.num_steps
+        while True:
+            for (batch,) in DataLoader(data, batch_size=BATCH):
+                given = batch.to(device)
+                model(given, given)["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                switch.step_ended()
+                num_left -= 1
+                if not num_left:
+                    return
+
+
+WAYS: dict[str, Callable[[Model, TensorDataset, Switch, Path, str], None]]
+WAYS = {"callback": callback, "lightning": lightning, "run": run}
+
+
+def layer_ms(device: str) -> float:
+    """Return what a layer adds to a step."""
+
+    def step_ms(depth: int) -> float:
+        model, given = Model(depth).to(device), torch.randint(WORDS, (BATCH, LENGTH), device=device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        times = []
+        now = time.thread_time_ns if device == "cpu" else time.perf_counter_ns
+        for _ in range(6):
+            began = now()
+            model(given, given)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(now() - began)
+        return min(times) / 1e6
+
+    return (step_ms(24) - step_ms(4)) / 20
+
+
+def ratio(times: dict[str, list[float]]) -> str:
+    each = [on / off for on, off in zip(times[ON], times[OFF])]
+    ratios = sorted(statistics.median(random.choices(each, k=len(each))) for _ in range(1000))
+    return f"{statistics.median(each):.4f} ({ratios[25]:.4f} to {ratios[975]:.4f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="blocks of each kind")
-    parser.add_argument("--tokens", type=int, default=128, help="of a sample, at most 128: fewer make shorter steps")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--step-ms", nargs="+", type=float, default=[10, 30, 60, 125])
+    parser.add_argument("--seconds", type=float, default=18, help="for each row")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     asked = parser.parse_args()
-    rounds, is_gpu = asked.rounds, asked.device == "cuda"
+    warnings.simplefilter("ignore")  # those of the trainers
     torch.set_num_threads(1)  # one busy core of a shared machine is steadier than two
-    windows = Windows(warmup=2, clean=1, trace=0, memory=0)
-    config = {**CONFIG, **(LARGE if is_gpu else {})}
-    model = GPT2LMHeadModel(GPT2Config(**config))
-    texts = torch.randint(config["vocab_size"], (256, config["n_positions"] if is_gpu else asked.tokens))
-    rows = [{"input_ids": row, "labels": row} for row in texts]
-    switch = Switch(windows.num_steps + 5, asked.device)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=windows.num_steps + 6 + rounds * 3 * STEPS_PER_BLOCK,
-            per_device_train_batch_size=8,
-            logging_steps=STEPS_PER_BLOCK,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=not is_gpu,
-            bf16=is_gpu,
-            disable_tqdm=True,
-        )
-        # The switch is called last, when the step has ended for the recorder.
-        callbacks = [StepscopeCallback(Path(folder) / "run", windows=windows), switch]
-        Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
-    each = [on / off for on, off in zip(switch.ms[ON], switch.ms[OFF])]
-    ratios = sorted(statistics.median(random.choices(each, k=len(each))) for _ in range(1000))
-    step_ms, own_us = statistics.median(switch.ms[OFF]), statistics.median(switch.own_us)
-    name = torch.cuda.get_device_name() if is_gpu else "CPU"
-    print(f"\n{name}, torch {torch.__version__}, {len(each)} blocks of {STEPS_PER_BLOCK} steps\n")
-    print("| figure | step ms | callback per step | ratio | 95 % interval |\n|---|---|---|---|---|")
-    added_ms = statistics.median(switch.ms[ON]) - step_ms
-    ratio, interval = statistics.median(each), f"{ratios[25]:.4f} to {ratios[975]:.4f}"
-    print(f"| interleaved | {step_ms:.1f} | {added_ms:.2f} ms | {ratio:.4f} | {interval} |")
-    print(f"| own work | {step_ms:.1f} | {own_us:.0f} µs | {1 + own_us / 1e3 / step_ms:.4f} | |")
+    per_layer_ms = layer_ms(asked.device)
+    name = torch.cuda.get_device_name() if asked.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, blocks of half a second, {asked.seconds:.0f} s per row\n")
+    print("| way | step ms | blocks | own work per step | own work ratio | calls per step | wall | CPU |")
+    print("|---|---|---|---|---|---|---|---|")
+    for way in asked.ways:
+        for step_ms in asked.step_ms:
+            switch = Switch(step_ms, asked.seconds, asked.device)
+            data = TensorDataset(torch.randint(WORDS, (BATCH * switch.num_steps, LENGTH)))
+            with tempfile.TemporaryDirectory() as folder:
+                WAYS[way](Model(max(1, round(step_ms / per_layer_ms))), data, switch, Path(folder), asked.device)
+            bare_ms = statistics.median((switch.wall_ms if asked.device == "cuda" else switch.cpu_ms)[OFF])
+            own_us = statistics.median(switch.own_us)
+            own = f"{own_us:.0f} µs | {1 + own_us / 1e3 / bare_ms:.4f} | {statistics.median(switch.calls):.1f}"
+            ratios = f"{ratio(switch.wall_ms)} | {ratio(switch.cpu_ms)}"
+            print(f"| {way} | {bare_ms:.1f} | {len(switch.own_us)} | {own} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,15 @@ def test_steps_micro_batches_evaluations_and_figures(tmp_path):
     assert current.session is None
 
 
+def test_the_figures_after_an_epoch_are_those_of_all_its_steps(tmp_path):
+    trainer, _ = engines()
+    windows = Windows(warmup=2, clean=1, trace=0, memory=0)
+    StepscopeHandler(tmp_path / "run", windows=windows).attach(trainer, every=1000)
+    trainer.run(DATA, max_epochs=4)
+
+    assert trainer.state.metrics["stepscope/steps"] == 24  # free running since the fourth
+
+
 def test_an_evaluator_that_calls_no_model_evaluates(tmp_path):
     trainer, _ = engines()
     evaluator = Engine(lambda _engine, _batch: None)

@@ -99,8 +99,17 @@ def test_the_loggers_get_the_figures(tmp_path):
 
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
     logged = [row for row in rows if row.get("stepscope/samples_per_second")]
-    assert [int(row["step"]) for row in logged] == [3, 7, 11, 15, 19, 23]
+    assert [int(row["step"]) for row in logged] == [3, 7, 11, 15, 19, 23, 24]
     assert float(logged[-1]["stepscope/steps"]) == 24
+
+
+def test_the_last_figures_are_those_of_all_steps(tmp_path):
+    logger = CSVLogger(tmp_path, version="log")
+    callback = StepscopeCallback(tmp_path / "run", windows=Windows(warmup=2, clean=2, trace=0, memory=0))
+    trainer(tmp_path, callback, logger=logger, log_every_n_steps=50).fit(Classifier(), *loaders())
+
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    assert [row["stepscope/steps"] for row in rows if row.get("stepscope/steps")] == ["24"]
 
 
 def test_a_validation_that_calls_no_model_is_an_evaluation(tmp_path, monkeypatch):

@@ -30,7 +30,8 @@ class StepscopeHandler(RecordingCallback):
         if trainer.has_event_handler(self._started, Events.STARTED):
             return
         trainer.add_event_handler(Events.STARTED, self._started)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=every) | Events.EPOCH_COMPLETED, self._updates)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=every), self._updates)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, self._updates, are_last=True)
         trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, lambda _engine: self.recording.end())
 
     @wall.guarded
@@ -45,5 +46,5 @@ class StepscopeHandler(RecordingCallback):
 
             self.recording.keep(Patch(Engine, "_handle_exception", failed))
 
-    def _updates(self, trainer: Engine) -> None:
-        trainer.state.metrics.update(self.recording.metrics())
+    def _updates(self, trainer: Engine, are_last: bool = False) -> None:
+        trainer.state.metrics.update(self.recording.metrics(are_last))

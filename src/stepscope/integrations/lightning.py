@@ -36,6 +36,11 @@ class StepscopeCallback(RecordingCallback, Callback):
         if is_new and trainer._logger_connector.should_update_logs and (metrics := self.recording.metrics()):
             module.log_dict(metrics, on_step=True, on_epoch=False)
 
+    @wall.guarded
+    def on_train_end(self, trainer: Any, _module: Any) -> None:
+        if metrics := self.recording.metrics(are_last=True):
+            trainer._logger_connector.log_metrics(metrics)  # `log` is not allowed here
+
     def on_validation_start(self, *_args: Any) -> None:
         self.recording.evaluation_begins()
 
