@@ -218,3 +218,25 @@ def test_waiting_for_a_core_is_no_drift(tmp_path):
             line["core_wait_share"] = shared[line["step"]]
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert findings_over_time(run_of(None, load(folder))) == []
+
+
+@pytest.mark.parametrize(
+    ("on_core", "waits", "factor", "is_found"),
+    [
+        (0.9, 0.3, 1.3, False),  # the same work is slower on a core that others share
+        (0.9, 0.01, 1.3, True),  # nobody else is there
+        (0.9, 0.3, 2.5, True),  # more than sharing a core can do
+        (0.1, 0.3, 1.3, True),  # it is not on a core that it takes longer
+    ],
+)
+def test_work_that_is_slower_on_a_shared_core_is_no_drift(tmp_path, on_core, waits, factor, is_found):
+    slower = Run(num_steps=NUM, step_ns=300_000_000, slower=lambda step: factor if step >= 1200 else 1.0)
+    folder = write_history(tmp_path, slower)
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "num_steps" in line:
+            rest = 1 - waits
+            share = on_core if on_core > 0.5 or line["step"] < 1200 else on_core / factor
+            line |= {"core_wait_share": waits, "core_share": share * rest}
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert bool(findings_over_time(run_of(None, load(folder)))) == is_found

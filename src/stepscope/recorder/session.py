@@ -171,7 +171,7 @@ class Session:
         ):
             probes.guard(doing, action)
         probes.facts.update(facts)
-        if self._run.writer.error is None or self.folder.exists():  # else it was deleted, and that was said
+        if self._run.writer.error is None or self.folder.exists():  # else that was said
             files.write_json(self.folder / files.RECORDING_FILE, self._facts(status))
 
     def _end_loop(self) -> None:
@@ -331,8 +331,7 @@ class Session:
             self._samples.add_aside("lead", lead)
         self._probes.forget_windows()
         self._begun.clear()
-        self._step = 0
-        self._window = self._windows.at(0)
+        self._step, self._window = 0, self._windows.at(0)
         step.index = 0
         return step
 

@@ -13,6 +13,8 @@ from stepscope.analysis.time.loop_time import BETWEEN, DATA
 
 WORK = "work per step"
 _LEAST_PART = 0.25  # of the change; smaller parts are not its reason
+_WAITS = 0.05  # of the time: from then on, others are at work on the cores
+_OF_A_CORE = 2.0  # two threads that share a core take at most twice as long each
 _NEAR = 0.02  # of the run's steps
 _SIDES = (-3, -1), (-1, 1), (1, 3)  # cells before a change, around it, and after it
 _CLOCK_DROP, _MORE_MEMORY, _MORE_COLLECTIONS = 0.03, 0.1, 0.5
@@ -57,6 +59,7 @@ class _Point(NamedTuple):
     step: int
     num_steps: int
     ns: float
+    on_core_ns: float = 0.0  # of `ns`
 
 
 def step_changes(run: Run) -> list[tuple[Change, int, int]]:
@@ -105,6 +108,8 @@ def _points(run: Run) -> list[_Point]:
     waits = run.tracks.get("core_wait_share")
     if waits is None:
         return [_Point(block.step, block.num_steps, block.median_ns) for block in run.free]
+    shares = run.tracks.get("core_share")
+    on_core = dict(zip(shares.steps, shares.values)) if shares is not None else {}
     groups: dict[int, list[TimeBlock]] = {}
     for block in run.free:
         groups.setdefault(bisect_left(waits.steps, block.step + block.num_steps - 1), []).append(block)
@@ -113,7 +118,9 @@ def _points(run: Run) -> list[_Point]:
         if reading < len(waits.steps):
             own = sum(own_ns(block.wall_ns, block.host_ns) for block in blocks)
             num_steps = sum(block.num_steps for block in blocks)
-            found.append(_Point(blocks[0].step, num_steps, max(1.0, own * (1 - waits.values[reading]) / num_steps)))
+            rest = max(1.0, own * (1 - waits.values[reading]) / num_steps)
+            on_core_ns = own * on_core.get(waits.steps[reading], 0.0) / num_steps
+            found.append(_Point(blocks[0].step, num_steps, rest, min(rest, on_core_ns)))
     return found
 
 
@@ -143,6 +150,8 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
         if change.kind == DRIFT:
             arrived = after[-max(1, len(after) // 5) :]
             before = before if len(before) > 3 else after[: max(1, len(after) // 5)]
+        if _is_shared(run, before, arrived, change):
+            continue
         together = tuple(_together(run, before, arrived, change))
         if any(each.name == WORK and each.after / each.before - 1 > change.share / 2 for each in together):
             continue  # larger batches take longer
@@ -152,6 +161,23 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
         within = min(first, change.low), max(first, change.high)
         found.append(Slowdown(change.kind, first, *within, end - 1, end > run.last_step, *levels, lost_ns, together))
     return tuple(sorted(found, key=lambda each: -each.lost_ns))
+
+
+def _is_shared(run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock], change: Change) -> bool:
+    """Return whether a change may come from others that use the cores too.
+
+    Where training waits for cores, other processes run beside it, on the same caches and on the other thread of its
+    core. The same work then takes up to `_OF_A_CORE` times as long on a core, and that is no fault of the training.
+    """
+    waits = run.tracks.get("core_wait_share")
+    if waits is None or "core_share" not in run.tracks or not before:
+        return False
+    ends = [(side[0].step, side[-1].step + side[-1].num_steps) for side in (before, after)]
+    sides = [[point for point in _points(run) if low <= point.step < high] for low, high in ends]
+    if not all(sides) or max(waits.mean(*end) or 0.0 for end in ends) < _WAITS:
+        return False
+    old, new = (median(point.on_core_ns for point in side) for side in sides)
+    return new - old > (change.after - change.before) / 2 and new < _OF_A_CORE * old
 
 
 def _together(
