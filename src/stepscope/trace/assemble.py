@@ -25,7 +25,13 @@ def nest(host: pl.DataFrame) -> pl.DataFrame:
     open: `self_ns` of a thread adds up to the time its events cover.
     """
     names = host.columns
-    ordered = host.sort("thread", "start_ns", "duration_ns", "event", descending=[False, False, True, False])
+    order = host.select(
+        pl.arg_sort_by("thread", "start_ns", "duration_ns", "event", descending=[False, False, True, False])
+    ).to_series()
+    rest = host.clone()
+    del host
+    # Column by column, so that not all of them are there twice.
+    ordered = pl.DataFrame([rest.drop_in_place(name)[order] for name in names])
     end = (ordered["start_ns"] + ordered["duration_ns"]).alias("end_ns")
     places = ordered.select("thread", "start_ns", end)
     if fast.is_built():
@@ -158,8 +164,12 @@ class Assembler:
         tables = {}
         for table in TABLES:
             if table not in (THREADS, COUNTS):
-                whole = _renumbered(_together(table, self._frames.pop(table.name, [])), numbers)
-                tables[table.name] = nest(whole) if table is HOST else whole
+                finished = nest if table is HOST else pl.DataFrame.clone
+                # Nothing here holds the parts any longer than it takes.
+                tables[table.name] = finished(
+                    _renumbered(_together(table, self._frames.pop(table.name, [])), numbers)
+                )
+        fast.trim()
         return Trace(
             path=path,
             facts=facts,

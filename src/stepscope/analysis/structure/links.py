@@ -105,8 +105,10 @@ def _ops(host: pl.DataFrame) -> pl.Series:
 
 def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     """Return `row` and `op` of the events whose external id names an op."""
+    # Only ops that are asked for: few launches are outside of theirs, and a table of all ops by id is large.
+    asked = events["external_id"].unique().implode()
     ops = host.select("external_id", pl.col("row").alias("op")).filter(
-        (host["kind"] == "op") & (host["external_id"] > 0)
+        host["external_id"].is_in(asked) & (host["kind"] == "op") & (host["external_id"] > 0)
     )
     # Ids that many ops share must not multiply rows.
     return events.join(ops.unique("external_id", keep="first", maintain_order=True), on="external_id")

@@ -81,6 +81,12 @@ def nest(places: pl.DataFrame) -> tuple[pl.Series, pl.Series]:
     return pl.Series(_Array(parent)).alias("parent"), pl.Series(_Array(own)).alias("self_ns")
 
 
+def trim() -> None:
+    """Give back the memory of slices that threads have scanned; the C library would keep it."""
+    if is_built():
+        _scan.trim()
+
+
 class Scanner(Builder):
     """A builder that has most events scanned; only if the scanner `is_built`."""
 

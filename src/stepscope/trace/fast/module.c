@@ -2,6 +2,9 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "arrow.h"
 #include "nest.h"
@@ -357,6 +360,16 @@ end:
     return result;
 }
 
+/* Gives memory that is free back to the system, where the C library keeps it. */
+static PyObject *trim(PyObject *module, PyObject *nothing) {
+#ifdef __GLIBC__
+    Py_BEGIN_ALLOW_THREADS
+    malloc_trim(0);
+    Py_END_ALLOW_THREADS
+#endif
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
     {"new", new_scanner, METH_VARARGS, "new(keys, tables, categories, memory table, collectives table, collective key)"},
     {"scan", scan, METH_VARARGS,
@@ -364,6 +377,7 @@ static PyMethodDef METHODS[] = {
     {"undo", undo, METH_O, "undo(scanner): forget the last piece"},
     {"finish", finish, METH_O, "finish(scanner) -> (tables, texts, raws, threads, categories, counts)"},
     {"nest", nest_events, METH_O, "nest(stream of thread, start, end) -> (parents, own times)"},
+    {"trim", trim, METH_NOARGS, "trim(): give free memory back to the system"},
     {NULL, NULL, 0, NULL},
 };
 
