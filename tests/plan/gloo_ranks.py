@@ -53,7 +53,10 @@ def main(rank, num_ranks, port, request):
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
-    parallel, workload = Parallel(**request["parallel"]), find(request["workload"])
+    parallel, workload = (
+        Parallel(**{**request["parallel"], "split": tuple(request["parallel"].get("split", ()))}),
+        find(request["workload"]),
+    )
     grid = Grid(workload, {"device": "cpu"})
     point = grid.points([grid.words([f"{name}={value}" for name, value in request["values"].items()])], False)[0]
     built = prepare.build(workload, workload.config(**point.config), 0, "cpu")

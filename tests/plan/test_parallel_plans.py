@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,29 @@ class Model(nn.Module):
 def build(batch: int = 512):
     return Model(), lambda: torch.randn(batch, {WIDTH})
 """
+SKIP = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(30, 110)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(110, 110), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(110, 5)
+
+    def forward(self, x):
+        y = x = self.first(x)
+        for layer in self.layers:
+            y = layer(y)
+        return self.last(x + y)  # the first stage sends to the last one too
+
+    def loss_fn(self, outputs, targets):
+        return (outputs - targets).square().mean()
+
+def build(batch: int = 600):
+    return Model(), lambda: (torch.randn(batch, 30), torch.randn(batch, 5))
+"""
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -60,8 +84,13 @@ LLAMA = {
 def workloads(tmp_path):
     """Return a function that makes a workload's name that of this folder's file, if it has one."""
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "skip.py").write_text(SKIP, encoding="utf-8")
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    own = {"own": f"{tmp_path}/own.py:build", "llama": f"hf:{tmp_path}/llama.json"}
+    own = {
+        "own": f"{tmp_path}/own.py:build",
+        "skip": f"{tmp_path}/skip.py:build",
+        "llama": f"hf:{tmp_path}/llama.json",
+    }
     return lambda name: own.get(name, name)
 
 
@@ -85,6 +114,9 @@ def predicted(parallel, workload, values, device=None, limit_bytes=None):
         ({"ddp": 3}, "nano", {**STEP, "dtype": "autocast_bf16"}),
         ({"tp": 2}, "own", {"mode": "step"}),
         ({"tp": 2}, "llama", {"mode": "step", "seq_len": 64, "batch": 2}),
+        ({"pp": 2, "num_microbatches": 4}, "cs336", STEP),
+        ({"pp": 2, "num_microbatches": 2, "schedule": "gpipe"}, "hydra", STEP),
+        ({"pp": 3, "num_microbatches": 3, "split": ("layers.1", "last")}, "skip", {"mode": "step"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
@@ -94,7 +126,10 @@ def test_one_rank_against_gloo(parallel, workload, values, workloads):
 
     found = predicted(Parallel(**parallel), name, values)
 
-    assert found.peak_allocated_bytes == pytest.approx(peak_bytes(parallel, name, values), rel=0.01)
+    real = peak_bytes(parallel, name, values)
+    assert list(found.stage_peak_bytes or [found.peak_allocated_bytes]) == pytest.approx(
+        real if "pp" in parallel else real[:1], rel=0.01
+    )
     assert sum(found.live_at_peak.values()) == found.peak_allocated_bytes
     assert found.num_ranks == Parallel(**parallel).num_ranks
 
@@ -145,6 +180,14 @@ def test_offloaded_activations_are_not_on_the_device():
         ({"ddp": 1}, "from 2 to 16384"),
         ({"tp": "x"}, "must be an integer"),
         ({"fsdp": "4x5000"}, "from 2 to 16384"),
+        ({"pp": 0}, "from 2 to 16384"),
+        ({"pp": "-2"}, "must be an integer"),
+        ({"pp": 2, "tp": 2}, "--tp and --pp cannot be planned together"),
+        ({"pp": 4, "microbatches": 3}, "for each of 4 stages. Use more, or --schedule gpipe"),
+        ({"pp": 4, "microbatches": 0, "schedule": "gpipe"}, "--microbatches 0"),
+        ({"pp": 2, "microbatches": "many"}, "--microbatches many"),
+        ({"pp": 2, "schedule": "zb"}, "choose from 1f1b, gpipe"),
+        ({"microbatches": 4}, "use them with --pp"),
         ({"ddp": 2, "mixed_precision": "bf16"}, "use it with --fsdp"),
         ({"fsdp": 2, "mixed_precision": "int8"}, "choose from bf16"),
     ],
@@ -152,6 +195,49 @@ def test_offloaded_activations_are_not_on_the_device():
 def test_options_that_do_not_fit(options, said):
     with pytest.raises(UsageError, match=said):
         parallel_of(**options)
+
+
+def test_a_stage_has_its_own_weights_and_the_micro_batches_of_its_schedule(workloads):
+    skip = workloads("skip")
+    piped = Parallel(pp=2, num_microbatches=6, split=("layers.1",))
+
+    early, late = (
+        predicted(each, skip, {"mode": "step"}, H200) for each in (piped, replace(piped, schedule="gpipe"))
+    )
+
+    weights = 30 * 110 + 110 + 3 * (110 * 110 + 110) + 110 * 5 + 5
+    assert early.parameters == late.parameters == weights
+    assert early.peak_allocated_bytes == max(early.stage_peak_bytes) and early.num_ranks == len(
+        early.stage_peak_bytes
+    )
+    # Of 1F1B's micro-batches two are alive in the first stage; of GPipe's, all six: 100 rows after each layer.
+    assert late.stage_peak_bytes[0] - early.stage_peak_bytes[0] >= 4 * 100 * 110 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--pp", "4"], "the model has 3 blocks in module lists. Name the modules where stages 2 to 4 begin"),
+        (["--pp", "layers.1,middle"], "no module 'middle'. Its blocks: layers.0, layers.1, layers.2"),
+        (["--pp", "2", "--set", "batch=5"], "--microbatches 2: it must divide the batch, which has 5 rows"),
+        (["--pp", "2", "--mode", "forward"], "use --mode step or forward+backward"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused(options, said, workloads, capsys):
+    assert main(["plan", workloads("skip"), *options]) == 2
+
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_fewest_stages_and_the_largest_batch(workloads, capsys):
+    words = ["plan", workloads("skip"), "--pp", "2", "--microbatches", "4", "--fit", "700MiB", "--json"]
+
+    assert main(words) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["min_ranks"] == 1 and found["max_batch"] % 4 == 0 and found["max_batch"] > 600
+    assert len(found["stage_peak_bytes"]) == found["num_ranks"] == 2
 
 
 def test_the_verb_says_whose_memory_it_is(capsys):

@@ -47,12 +47,19 @@ class Pipeline(Ranks):
                 pipes["pipe"] = split(on_meta, self._parallel, {name: _like(t) for name, t in batch.items()})
             self._stage = pipes["pipe"].build_stage(self._parallel.stage, self._device)
         stage = self._stage.submod
+        planned: dict[int, torch.Tensor] = {}  # by the id of its meta tensor: PyTorch copies what two stages share
         for part_name, part in stage.named_modules():
             for held in (part._parameters, part._buffers):
                 for name, tensor in held.items():
-                    if tensor is not None and tensor.is_meta:
-                        found = tensors.get(f"{part_name}.{name}".lstrip("."))
-                        held[name] = torch.empty_like(tensor, device=self._device) if found is None else found
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in planned:
+                        own = tensors.get(f"{part_name}.{name}".lstrip("."))
+                        if own is None or any(own is other for other in planned.values()):
+                            own = torch.empty_like(tensor, device=self._device)
+                            own = nn.Parameter(own, tensor.requires_grad) if held is part._parameters else own
+                        planned[id(tensor)] = own
+                    held[name] = planned[id(tensor)]
         parallel = self._parallel
         self.notes = {
             "pipeline": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved memory: stage "
