@@ -5,6 +5,7 @@ The engine here runs each order in a real process of this machine, as a cluster 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +244,25 @@ def test_neighbors_are_counted_from_both_sides(tmp_path, monkeypatch):
     with neighbors() as alone:
         pass
     assert (len(first), len(second), len(alone)) == (2, 1, 0)
+
+
+def test_a_file_of_neighbors_that_another_point_removes_before_it_is_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock, times = fcntl.flock, []
+
+    def met_before(stream, how):
+        times.append(stream.name)
+        if len(times) == 1:
+            Path(stream.name).unlink()
+        lock(stream, how)
+
+    monkeypatch.setattr(fcntl, "flock", met_before)
+    with neighbors() as met:
+        monkeypatch.undo()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with neighbors() as others:
+            pass
+    assert len(times) == 2 and len(met) == len(others) == 1
 
 
 def test_interrupting_cancels_what_runs(engine, tmp_path, monkeypatch):

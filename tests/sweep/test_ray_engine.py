@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,27 +73,20 @@ def raylets(cluster):
     return [node.all_processes["raylet"][0].process.pid for node in cluster.worker_nodes]
 
 
-def children(pid):
-    found = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(place.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
-                found.append(int(place.parent.name))
-        except OSError:
-            pass
-    return found
-
-
 def busy(cluster):
-    """Return workers that run a point, and the processes of the points."""
+    """Return workers that run a point, and the processes of the points: in one look, because points are short."""
+    children = defaultdict(list)
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(place.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children[parent].append(int(place.parent.name))
     workers, points = [], []
     for raylet in raylets(cluster):
-        for worker in children(raylet):
-            for server in children(worker):
-                running = children(server)
-                if running:
+        for worker in children[raylet]:
+            for server in children[worker]:
+                if children[server]:
                     workers.append(worker)
-                    points += running
+                    points += children[server]
     return workers, points
 
 

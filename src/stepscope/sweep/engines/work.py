@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from stepscope.errors import StepscopeError
 from stepscope.sweep.protocol import Request
@@ -132,8 +132,11 @@ def neighbors() -> Iterator[set[str]]:
     folder = Path(tempfile.gettempdir()) / f"stepscope-points-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     own = folder / f"{os.getpid()}-{time.monotonic_ns()}"
-    with own.open("x+") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+    stream = _locked(own)
+    while not own.exists():  # another point met it before it was locked, and took it for one that was left behind
+        stream.close()
+        stream = _locked(own)
+    with stream:
         for other in folder.iterdir():
             if other != own and _is_held(other):
                 met.add(other.name)
@@ -144,6 +147,12 @@ def neighbors() -> Iterator[set[str]]:
         finally:
             met.update(own.read_text().split())
             own.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> IO[str]:
+    stream = path.open("x+")
+    fcntl.flock(stream, fcntl.LOCK_EX)
+    return stream
 
 
 def _is_held(path: Path) -> bool:
