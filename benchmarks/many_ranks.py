@@ -1,6 +1,6 @@
-"""Memory and time of `analyze` and `report` for 8, 64 and 512 ranks made from the files of real ones.
+"""Memory and time of `analyze`, `diagnose` and `report` for 8, 64 and 512 ranks made from the files of real ones.
 
-    python benchmarks/many_ranks.py BASE.json... --ranks 8 64 512 [--verbs analyze report]
+    python benchmarks/many_ranks.py BASE.json... --ranks 8 64 512 [--verbs analyze diagnose report]
 
 A base is an uncompressed trace whose `distributedInfo` has a rank. Rank R is base R modulo their number, with another
 rank in it. Peak memory at 512 ranks should be at most 1.3 times that at 8, and CPU time linear.
