@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -142,7 +143,8 @@ def test_no_row_is_lost_or_doubled_by_kills_of_workers_nodes_and_drivers(cluster
     assert {row["status"] for row in rows} == {"ok"}
     assert sum(row.get("attempts", 1) > 1 for row in rows) > 0
     said = (there / "driver.txt").read_text()
-    assert "was lost; trying again, attempt 2 of 3" in said and " queued, " in said
+    # Ray may know of the worker's end before that of its node.
+    assert re.search(r"was lost.*; trying again, attempt 2 of 3", said) and " queued, " in said
 
 
 def test_ranks_are_read_on_nodes_also_if_workers_are_killed(cluster, tmp_path):
