@@ -198,8 +198,15 @@ def _facts(lines: list[Any]) -> list[Any]:
     return kept
 
 
-@pytest.mark.parametrize("window", ["free", "clean"])
-@pytest.mark.parametrize("calls_step", [False, True], ids=["optimizer", "step()"])
+@pytest.mark.parametrize(
+    ("calls_step", "window"),
+    [
+        pytest.param(False, "free", id="optimizer-free"),
+        pytest.param(True, "clean", id="step()-clean"),
+        pytest.param(False, "clean", id="optimizer-clean", marks=pytest.mark.long),
+        pytest.param(True, "free", id="step()-free", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     ("do", "collects"),
     [*((do, False) for do in LOOPS), (plain, True), (accumulates, True), (closure, True)],

@@ -240,7 +240,7 @@ def test_a_damaged_row_is_named(wrong, tmp_path):
 ONCE_BROKEN = (10439, 22761)  # a trace whose name is too long for a file; products in no step
 
 
-@pytest.mark.parametrize("each", [27, pytest.param(14, marks=pytest.mark.long)])
+@pytest.mark.parametrize("each", [47, pytest.param(14, marks=pytest.mark.long)])
 def test_damaged_inputs_of_every_kind(tmp_path, each):
     """A part of benchmarks/fuzz.py: the same cases in every run."""
     bases = write_bases(tmp_path / "bases")
