@@ -9,7 +9,7 @@ from types import FunctionType
 import pytest
 from hypothesis import settings
 
-from forks import Forks
+from forks import RECORDER, Forks
 from forks import settings as environment_of_scripts
 
 # Two processes test side by side on two cores: threads of one would wait for the other's.
@@ -61,7 +61,7 @@ def _of_torch() -> dict[str, object]:
 @pytest.fixture(scope="session")
 def forks():
     """A process that has torch: what needs torch, but no process of its own from the start, runs in forks of it."""
-    forks = Forks(environment_of_scripts())
+    forks = Forks(environment_of_scripts(), *RECORDER)
     yield forks
     forks.close()
 

@@ -9,15 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from forks import Forks, settings
-
-# Imported before any script begins, so that the faults are in what they do.
-MODULES = (
-    "stepscope.cli.run",
-    "stepscope.api.recording",
-    "stepscope.recorder.processes.child",
-    "stepscope.recorder.session",
-)
 HARNESS = Path(__file__).with_name("faults.py")
 OPTIONS = ("run", "--quiet", "-o", "recording", "--warmup", "2", "--clean", "3", "--trace", "1")
 
@@ -181,10 +172,9 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def labs(lab):
-    forks = Forks(settings(), *MODULES)
-    yield {name: Lab(lab.script(source), forks).start() for name, source in SCRIPTS.items()}
-    forks.close()
+def labs(lab, forks):
+    """Forks have the recorder before any script begins, so that the faults are in what it does."""
+    return {name: Lab(lab.script(source), forks).start() for name, source in SCRIPTS.items()}
 
 
 def test_the_script_reaches_nothing_of_ours_but_through_a_guard(labs):
