@@ -66,7 +66,7 @@ def _clocks(across: AcrossRanks) -> str:
     tied = offsets.filter(pl.col("rank") != pl.col("reference"))
     if tied.is_empty():
         return "not aligned: no collective is in the traces of two ranks"
-    widest = duration(int(tied["uncertainty_ns"].max()), 3)  # type: ignore[arg-type]
+    widest = duration(int(tied["uncertainty_ns"].max()), 3)  # type: ignore[arg-type]  # numbers
     others = offsets.filter(pl.col("reference") != offsets["reference"].min())["rank"].to_list()
     apart = f", except rank {', '.join(map(str, others))}" if others else ""
     return f"aligned on collectives to ±{widest}{apart}"

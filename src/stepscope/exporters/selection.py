@@ -32,11 +32,11 @@ class Selection:
 
     @cached_property
     def start_ns(self) -> int:
-        return int(self._times("start_ns").min() or 0)  # type: ignore[arg-type]
+        return int(self._times("start_ns").min() or 0)  # type: ignore[arg-type]  # numbers
 
     @cached_property
     def end_ns(self) -> int:
-        return int(self._times("end_ns").max() or 0)  # type: ignore[arg-type]
+        return int(self._times("end_ns").max() or 0)  # type: ignore[arg-type]  # numbers
 
     @cached_property
     def steps(self) -> Steps:

@@ -78,7 +78,7 @@ class Timeline:
                 alone.append(row["rank"])
         measured = clocks.filter(pl.col("reference") == first, pl.col("rank") != first)
         if measured.height:
-            most = milliseconds(int(measured["uncertainty_ns"].max()))  # type: ignore[arg-type]
+            most = milliseconds(int(measured["uncertainty_ns"].max()))  # type: ignore[arg-type]  # numbers
             self.notes.append(f"clocks aligned by collectives, uncertain by at most {most}")
         for row in measured.filter("is_contradicted").iter_rows(named=True):
             self.notes.append(f"rank {row['rank']}: its collectives contradict each other, do not trust its clock")

@@ -123,7 +123,7 @@ class _CallChain:
             called = _getframe(1).f_locals.get("self", module)
             if called is not module:
                 return (self.inner or called._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
-        call = self.call or module._call_impl  # type: ignore[union-attr]
+        call = self.call or module._call_impl  # type: ignore[union-attr]  # it has been called: it lives
         if len(hooks) == 1 and (usual := hooks[0].usual) is not None and usual.is_on:
             if usual.is_inside:
                 return call(*args, **kwargs)

@@ -113,7 +113,7 @@ class Patch(_Replaced):
                     failed(error)
 
         placed = wrapper if shortcut is None else functools.wraps(original)(shortcut(original, wrapper))
-        placed.before = before  # type: ignore[attr-defined]
+        placed.before = before  # type: ignore[attr-defined]  # a function takes any attribute
         super().__init__(owner, name, original, placed)
 
 

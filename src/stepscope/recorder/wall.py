@@ -164,11 +164,11 @@ def caught_warnings() -> Iterator[list[Any]]:
     caught: list[Any] = []
     every, show = ("always", None, Warning, None, 0), warnings._showwarnmsg_impl  # type: ignore[attr-defined]
     shown = warnings.showwarning
-    warnings.filters.insert(0, every)  # type: ignore[attr-defined]
-    warnings._showwarnmsg_impl = caught.append  # type: ignore[attr-defined]
-    warnings.showwarning = warnings._showwarning_orig  # type: ignore[attr-defined]
+    warnings.filters.insert(0, every)  # type: ignore[attr-defined]  # private
+    warnings._showwarnmsg_impl = caught.append  # type: ignore[attr-defined]  # private
+    warnings.showwarning = warnings._showwarning_orig  # type: ignore[attr-defined]  # private
     try:
         yield caught
     finally:
-        warnings.filters.remove(every)  # type: ignore[attr-defined]
-        warnings._showwarnmsg_impl, warnings.showwarning = show, shown  # type: ignore[attr-defined]
+        warnings.filters.remove(every)  # type: ignore[attr-defined]  # private
+        warnings._showwarnmsg_impl, warnings.showwarning = show, shown  # type: ignore[attr-defined]  # private

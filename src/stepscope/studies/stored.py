@@ -139,7 +139,8 @@ class Stored:
                 self._made[key] = error
         if isinstance(self._made[key], Exception):
             raise self._made[key]
-        return self._made[key]  # type: ignore[no-any-return]
+        made: Made = self._made[key]
+        return made
 
     def sweep(self, measure: str) -> Sweep:
         """Return the rows of a measure as written, and what they ran on."""

@@ -77,7 +77,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
     def __exit__(self, *_exception: object) -> None:
         if self._process is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.close()  # type: ignore[union-attr]
+                self._process.stdin.close()  # type: ignore[union-attr]  # pipes since _begin
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
             self._end(self._process)
@@ -87,7 +87,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         process.kill()
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+                pipe.close()  # type: ignore[union-attr]  # pipes since _begin
         self._process = None
         return process.wait()
 

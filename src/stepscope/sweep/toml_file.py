@@ -9,10 +9,10 @@ from stepscope.errors import MissingDependencyError, UsageError
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the table of a file; UsageError if it cannot be read, MissingDependencyError without a TOML reader."""
     try:
-        import tomllib  # type: ignore[import-not-found, unused-ignore]
+        import tomllib  # type: ignore[import-not-found, unused-ignore]  # since Python 3.11
     except ModuleNotFoundError:  # Python 3.10
         try:
-            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
+            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]  # before it
         except ModuleNotFoundError:
             raise MissingDependencyError("Reading TOML needs Python 3.11 or newer, or: pip install tomli") from None
     try:

@@ -88,7 +88,7 @@ def _eight_steps(
     outputs = ()
     for i in tl.static_range(8):
         re, im, out = _step(re, im, rows[i], q_re, q_im, w_re, w_im, omega, BACKWARD)
-        outputs = outputs + (out,)  # noqa: RUF005
+        outputs = outputs + (out,)  # noqa: RUF005  Triton has no unpacking
     # Stored together at the end: a store between two steps would delay the loads after it.
     for i in tl.static_range(8):
         tl.store(to + i * stride, outputs[i].to(to.dtype.element_ty), mask=inside)

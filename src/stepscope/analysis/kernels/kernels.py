@@ -93,8 +93,8 @@ def launches(linked: Linked) -> dict[str, float | int | None]:
         "latency_p99_ns": pl.select(_nearest(pl.lit(raw.clip(0)), 0.99)).item(),
         "num_before_launch": int((raw < 0).sum()),
         "queue_depth_p50": pl.select(_nearest(pl.lit(depth), 0.5)).item(),
-        "queue_depth_max": int(depth.max()) if len(depth) else None,  # type: ignore[arg-type]
-        "starved_share": float((depth == 0).mean()) if len(depth) else None,  # type: ignore[arg-type]
+        "queue_depth_max": int(depth.max()) if len(depth) else None,  # type: ignore[arg-type]  # numbers
+        "starved_share": float((depth == 0).mean()) if len(depth) else None,  # type: ignore[arg-type]  # numbers
     }
 
 

@@ -102,7 +102,7 @@ def _main_thread(host: pl.DataFrame, annotations: pl.DataFrame) -> int | None:
     for pattern in (_STEP, _PATTERNS["optimizer"], "^" + re.escape(PHASE_PREFIX)):
         found = annotations.filter(pl.col("name").str.contains(pattern), pl.col("thread").is_in(working))
         if not found.is_empty():
-            return int(found["thread"].mode().min())  # type: ignore[arg-type]
+            return int(found["thread"].mode().min())  # type: ignore[arg-type]  # numbers
     is_root = (host["kind"] == "op") & ~matches(host["name"], "^autograd::")
     for is_own in (is_root, host["kind"].is_in(["runtime", "driver"])):  # without ops, who calls the GPU most
         roots = host.select("thread", "self_ns").filter(is_own)

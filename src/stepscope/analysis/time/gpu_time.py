@@ -55,7 +55,7 @@ def account(stretches: pl.DataFrame, device: pl.DataFrame) -> GpuTime:
     if device.is_empty():
         return GpuTime()
     ends = device["start_ns"] + device["duration_ns"]
-    window = int(ends.max()) - int(device["start_ns"].min())  # type: ignore[arg-type]
+    window = int(ends.max()) - int(device["start_ns"].min())  # type: ignore[arg-type]  # numbers
     length = pl.col("end_ns") - pl.col("start_ns")
     compute, communication, memory = pl.col("compute"), pl.col("communication"), pl.col("memory")
     parts = {

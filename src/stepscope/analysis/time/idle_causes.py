@@ -48,7 +48,7 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     device = linked.device
     if device.is_empty():
         return pl.DataFrame(schema=_GAPS)
-    first, last = int(device["start_ns"].min()), int(device["end_ns"].max())  # type: ignore[arg-type]
+    first, last = int(device["start_ns"].min()), int(device["end_ns"].max())  # type: ignore[arg-type]  # numbers
     gaps = with_next_work(complement(spans(device), first, last).with_row_index("gap"), device)
     gaps = gaps.with_columns(
         linked.host["thread"].gather(gaps["launch"]),
@@ -96,7 +96,7 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
         return late.select("gap", "start_ns", "end_ns", pl.lit("python").alias("cause"))
     # One time axis for all threads, one after the other, so that a single pass handles them.
     numbers = late["thread"].unique().sort()
-    low_ns, high_ns = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
+    low_ns, high_ns = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]  # numbers
     if len(numbers) > 1 and len(numbers) * (high_ns - low_ns + 1) >= _LONGEST_NS:  # a trace that spans centuries
         return pl.concat([by_host(linked, part) for part in late.partition_by("thread")])
     shifts = pl.DataFrame({"thread": numbers, "shift_ns": pl.int_range(len(numbers), eager=True)})

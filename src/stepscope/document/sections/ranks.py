@@ -74,7 +74,7 @@ def _job_clocks(session: Session) -> Iterator[Part]:
         yield Missing(str(reason))
         return
     tied = found.clocks.filter(pl.col("rank") != pl.col("reference"))
-    widest = duration(int(tied["uncertainty_ns"].max() or 0), 3)  # type: ignore[arg-type]
+    widest = duration(int(tied["uncertainty_ns"].max() or 0), 3)  # type: ignore[arg-type]  # numbers
     text = f"Clocks are aligned on {plural(found.num_steps, 'step')} to ±{widest}."
     for each in found.late[:3]:
         text += f" Rank {each.rank} is last in {percent(each.last_share)} of them"

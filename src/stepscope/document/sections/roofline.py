@@ -148,7 +148,7 @@ def _bandwidth(rows: pl.DataFrame, limits: Limits | None) -> Iterator[Part]:
     if limits:
         if above := drawn.filter(pl.col("bytes_per_s") > limits.bandwidth_bytes_per_s).height:
             caption += f" {plural(above, 'dot')} above the line: {_IN_CACHE}."
-        ends = [float(drawn["call_ns"].min()), float(drawn["call_ns"].max())]  # type: ignore[arg-type]
+        ends = [float(drawn["call_ns"].min()), float(drawn["call_ns"].max())]  # type: ignore[arg-type]  # numbers
         lines = (Series(f"memory, {limits.bandwidth}", [limits.bandwidth_bytes_per_s] * 2, ends),)
     title, dots = "bandwidth by duration of a call", _dots(drawn, "call_ns", "bytes_per_s")
     yield Scatter("bandwidth", title, "time_of_a_call_ns", "bytes_per_s", dots, lines, caption=caption)

@@ -189,12 +189,12 @@ def _window(events: pl.DataFrame) -> tuple[int, int]:
     """Return the first start and the last end, without events that are far away from almost all others."""
     if events.is_empty():
         return 0, 1
-    low = int(events["start_ns"].quantile(0.05, "nearest"))  # type: ignore[arg-type]
-    high = int(events["start_ns"].quantile(0.95, "nearest"))  # type: ignore[arg-type]
+    low = int(events["start_ns"].quantile(0.05, "nearest"))  # type: ignore[arg-type]  # numbers
+    high = int(events["start_ns"].quantile(0.95, "nearest"))  # type: ignore[arg-type]  # numbers
     reach = max(_FAR * (high - low), _MINUTE_NS)
     near = events.filter(pl.col("start_ns") >= low - reach, pl.col("end_ns") <= high + reach)
     near = near if near.height else events
-    return int(near["start_ns"].min()), int(near["end_ns"].max())  # type: ignore[arg-type]
+    return int(near["start_ns"].min()), int(near["end_ns"].max())  # type: ignore[arg-type]  # numbers
 
 
 def _in_step(events: pl.DataFrame, linked: Linked, typical: pl.DataFrame) -> pl.Series:

@@ -54,7 +54,7 @@ class Lanes:
 
     def add_nested(self, kind: str, title: str, detail: str, events: pl.DataFrame, table: str) -> None:
         """Add a track of nested events, one lane per `depth`."""
-        deepest = int(events["depth"].max()) + 1  # type: ignore[arg-type]
+        deepest = int(events["depth"].max()) + 1  # type: ignore[arg-type]  # numbers
         if num_deep := events.filter(pl.col("depth") >= MOST_LANES).height:
             self.leave_out(num_deep, f"{plural(num_deep, 'event')} of {title} nested deeper than {MOST_LANES}")
             events = events.filter(pl.col("depth") < MOST_LANES)

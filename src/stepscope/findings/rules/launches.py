@@ -34,7 +34,7 @@ def launch_bound(case: Case) -> list[Finding]:
         return []
     step = case.step
     num_kernels = kernels.height / case.num_steps
-    median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
+    median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]  # numbers
     # Other rules report the stalls.
     launching = Change(host=stretches(case.stalls), profiler_ns_per_event=case.profiler_ns_per_event)
     host_ns = case.replay.play(launching).host_ns
@@ -87,7 +87,7 @@ def small_batch(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(Change(duration_ns=halved))
     if not case.is_worth(saving_ns):
         return []
-    median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
+    median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]  # numbers
     return one_finding(
         sentence=f"The batch is too small for {case.device.name}: kernels shorter than {duration(_SHORT_NS, 3)} take "
         f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and would take hardly "

@@ -204,7 +204,7 @@ def small_gemms(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     every = turns.filter(pl.col("num_tiles").is_not_null())
-    fill = float(every["num_tiles"].mean() or 0.0) / num_processors  # type: ignore[arg-type]
+    fill = float(every["num_tiles"].mean() or 0.0) / num_processors  # type: ignore[arg-type]  # numbers
     tflops = float(every["flops"].sum()) / max(1, int(every["duration_ns"].sum())) / 1e3
     num_loops = every["loop"].n_unique() / case.num_steps
     varies = every.filter(pl.col("phase").ne_missing("backward"))["num_rows"].n_unique() > 1

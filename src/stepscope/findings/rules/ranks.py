@@ -115,7 +115,7 @@ def stragglers(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return _slow_network(case, num_steps)
     others = ranks.filter(pl.col("rank") != worst["rank"])
-    waited_ns = float(others["wait_ns"].mean() or 0.0) / num_steps  # type: ignore[arg-type]
+    waited_ns = float(others["wait_ns"].mean() or 0.0) / num_steps  # type: ignore[arg-type]  # numbers
     is_every_step = late["step"].n_unique() == num_steps
     why, fix = _cause(across.table, worst["rank"], case.path)
     once = "" if num_steps > 1 else " Only one step was traced; starting the profiler may have delayed that rank."

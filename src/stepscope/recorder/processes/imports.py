@@ -55,7 +55,7 @@ class AfterImport:
 
         def exec_module(module: ModuleType) -> None:
             if is_own:
-                loader.exec_module = load  # type: ignore[attr-defined]
+                loader.exec_module = load  # type: ignore[attr-defined]  # an instance may have its own
             else:
                 vars(loader).pop("exec_module", None)
             is_first = name in self._after and self in sys.meta_path
@@ -68,8 +68,8 @@ class AfterImport:
                     self.remove()
                 _guarded(after)
 
-        exec_module.watcher = self  # type: ignore[attr-defined]
-        loader.exec_module = exec_module  # type: ignore[attr-defined]
+        exec_module.watcher = self  # type: ignore[attr-defined]  # a function takes any attribute
+        loader.exec_module = exec_module  # type: ignore[attr-defined]  # an instance may have its own
 
     def remove(self) -> None:
         if self in sys.meta_path:

@@ -54,7 +54,7 @@ def load_script(script: str, arguments: Sequence[str]) -> Program:
     if not path.exists():
         path = _command(script)
         script = str(path)
-    elif pkgutil.get_importer(os.path.abspath(script)) is not None:  # noqa: PTH100
+    elif pkgutil.get_importer(os.path.abspath(script)) is not None:  # noqa: PTH100  as Python does
         return _load_container(script, arguments)
     file = os.path.abspath(script)  # noqa: PTH100  as Python does: absolute, links not resolved
     try:
@@ -71,12 +71,12 @@ def load_script(script: str, arguments: Sequence[str]) -> Program:
 
 def _load_container(script: str, arguments: Sequence[str]) -> Program:
     """Return the `__main__` module of a folder or a zip file, as Python runs it."""
-    path = os.path.abspath(script)  # noqa: PTH100
+    path = os.path.abspath(script)  # noqa: PTH100  as Python does
     spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is None or spec.loader is None or spec.origin is None:
         raise ValueError(f"{script} has no __main__.py: name a Python script, or use -m for a module")
     try:
-        code = spec.loader.get_code("__main__")  # type: ignore[attr-defined]
+        code = spec.loader.get_code("__main__")  # type: ignore[attr-defined]  # a loader of source
     except (SyntaxError, ValueError):
         raise NotPython from None
     return Program(Path(path).stem, spec.origin, code, spec, spec.loader, [script, *arguments], path)
@@ -114,7 +114,7 @@ def _interpreter(path: Path) -> str | None:
 
 def run_in_plain_python(words: Sequence[str]) -> NoReturn:
     """Replace this process with Python alone: a script that cannot be compiled fails in Python's own words."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # private
     os.execv(sys.executable, [sys.executable, *flags, *words])
 
 
@@ -122,7 +122,7 @@ def load_module(module: str, arguments: Sequence[str]) -> Program:
     """Return a compiled module for `-m`. Raises ValueError if it is not found."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        _, spec, code = runpy._get_module_details(module)  # type: ignore[attr-defined]
+        _, spec, code = runpy._get_module_details(module)  # type: ignore[attr-defined]  # private
     except ImportError as error:
         raise ValueError(f"cannot run the module: {error}") from None
     except (SyntaxError, ValueError):
@@ -164,8 +164,8 @@ def _give_way(folder: str) -> None:
         return  # a zip file
     path = sys.path
     try:
-        here = {os.path.abspath(entry) for entry in (folder, "")}  # noqa: PTH100
-        sys.path = [entry for entry in path if os.path.abspath(entry) not in here]  # noqa: PTH100
+        here = {os.path.abspath(entry) for entry in (folder, "")}  # noqa: PTH100  as Python does
+        sys.path = [entry for entry in path if os.path.abspath(entry) not in here]  # noqa: PTH100  as Python does
         for name in beside & sys.stdlib_module_names - {"encodings", "__main__"}:
             if getattr(importlib.import_module(name).__spec__, "origin", None) not in ("built-in", "frozen"):
                 _hidden.update(_loaded({name}))
@@ -262,7 +262,7 @@ def leave_fork(error: BaseException | None, code: CodeType) -> NoReturn:
         sys.excepthook(type(error), error, error.__traceback__)
         exit_code = 130 if isinstance(error, KeyboardInterrupt) else 1
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]  # private
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

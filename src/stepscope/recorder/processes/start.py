@@ -89,7 +89,7 @@ def _patch_popen() -> None:
                 pass  # an environment that Popen itself will refuse, or one of bytes
         original(self, *args, **kwargs)
 
-    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]  # replaced on purpose
 
 
 _waiting: list[AfterImport] = []

@@ -219,7 +219,9 @@ def grouped_differences(stored: Stored) -> Records:
 
 @question("What do grouped GEMMs change?", grouped_rows, grouped_differences, claim="Left open.")
 def grouped(tables: Tables) -> str:
-    more = lambda row, _: f" ({'eager' if row['compile'] == 'off' else 'compiled'})"  # noqa: E731
+    def more(row: Record, _: Record) -> str:
+        return f" ({'eager' if row['compile'] == 'off' else 'compiled'})"
+
     return f"{speeds(tables['grouped-dispatch'], 'compile optimizer', more, dispatch=GROUPED)}."
 
 

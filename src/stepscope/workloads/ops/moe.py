@@ -45,7 +45,7 @@ class ExpertKnobs:
     d_expert: int = knob(3072, "hidden width of a routed expert")
     dispatch: Dispatch = knob("loop", "how tokens get to their experts and back")  # noqa: RUF009
     capacity_factor: float = knob(1.25, "rows per expert over the mean, with dispatch=capacity; the rest is dropped")
-    routing: Routing = knob(  # noqa: RUF009
+    routing: Routing = knob(  # noqa: RUF009  knob() is a dataclass field
         "learned", "balanced: a hash routes as evenly as a trained router; an untrained one fills two of eight"
     )
     gelu: Gelu = knob("torch", "kept: one kernel per direction, its output kept for the backward pass")  # noqa: RUF009
