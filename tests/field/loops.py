@@ -21,6 +21,7 @@ UPDATES = (
     Case("updates/gan", 40, 16, micro_batches=None, updates_per_step=2, in_make_test=True),
     Case("updates/gan_pictures", 40, 16, micro_batches=None, updates_per_step=2, period=4, in_make_test=True),
     Case("updates/gan_info", 40, 8, micro_batches=None, updates_per_step=3, in_make_test=True),
+    Case("updates/critic_fed", 40, 40, micro_batches=None, updates_per_step=6, in_make_test=True),
     Case("updates/critic", 40, None, micro_batches=None, updates_per_step=6, in_make_test=True),
     Case("updates/accumulation", 40, 128, unit="tokens", micro_batches=4, in_make_test=True),
     Case("updates/scaler", 40, 8, period=10, in_make_test=True),

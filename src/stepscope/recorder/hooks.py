@@ -142,7 +142,7 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
         if not loop.listens():
             return None
         loop.data_begins(starts(one))
-        loop.facts.num_fetched += _batch_of(one)
+        loop.facts.fetched(_batch_of(one))
         return loop.data_ended
 
     def makes_iterator(loader: Any) -> bool:

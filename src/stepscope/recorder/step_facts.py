@@ -35,8 +35,8 @@ class StepFacts:
         self.given_tokens: int | None = None
         self.loss: Any = None
         self.num_skipped = 0
-        self.num_fetched = 0
-        """Samples that DataLoaders gave, as far as that is known: not of usual steps, which have one model."""
+        # Samples that DataLoaders gave, and most at once, as far as known: not in usual steps, which have one model.
+        self._fetched = self._most_at_once = 0
         self._batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
         # root -> tokens, samples of a forward without a backward yet, and the root itself
         self._waiting: dict[int, tuple[int, int, weakref.ref[nn.Module]]] = {}
@@ -54,15 +54,24 @@ class StepFacts:
     def batch(self) -> tuple[int, int, int]:
         """Tokens, samples and micro-batches of a step: what every trained model has seen at least.
 
-        A GAN's discriminator sees each image as often as it is compared; its generator makes it once. One that makes
-        more, for a second loss, has no more samples than its loop has fetched.
+        A GAN's discriminator sees each image as often as it is compared; its generator makes it once. If that makes
+        more, for a second loss, or less, while its critic learns, the samples are those that the loop has fetched.
         """
         batches = self._batches or {key: (tokens, samples, 1) for key, (tokens, samples, _) in self._waiting.items()}
         if len(batches) == 1:
             return next(iter(batches.values()))
         with_tokens = [batch for batch in batches.values() if batch[0]]
         tokens, samples, calls = min(with_tokens or batches.values(), default=(0, 0, 0))
-        return tokens, min(samples, self.num_fetched or samples) if not tokens else samples, calls
+        most = max((batch[1] for batch in batches.values()), default=0)
+        is_all = self._fetched - self._most_at_once < samples <= self._fetched  # a last batch may be smaller
+        if not tokens and not is_all and 0 < self._fetched <= most:  # or an evaluation has fetched too
+            samples = self._fetched
+        return tokens, samples, calls
+
+    def fetched(self, num_samples: int) -> None:
+        """Note a batch of a DataLoader, 0 if its size is not known."""
+        self._fetched += num_samples
+        self._most_at_once = max(self._most_at_once, num_samples)
 
     def joined(self, following: StepFacts) -> StepFacts:
         """Return what is known about this step and the next one as a single step."""
@@ -71,7 +80,8 @@ class StepFacts:
             both.given_tokens = (self.given_tokens or 0) + (following.given_tokens or 0)
         both.loss = self.loss if following.loss is None else following.loss
         both.num_skipped = self.num_skipped + following.num_skipped
-        both.num_fetched = self.num_fetched + following.num_fetched
+        both._fetched = self._fetched + following._fetched
+        both._most_at_once = max(self._most_at_once, following._most_at_once)
         both._waiting = following._waiting
         for root in {**self._batches, **following._batches}:
             first, second = (each._batches.get(root, (0, 0, 0)) for each in (self, following))
