@@ -83,6 +83,7 @@ def _record(folder: Path, loop: Callable[[], Callable[[], None]], num_times: int
         for _ in range(num_times // 3):
             step()
         session.catch_up()
+        session._samples.digest(waits=True)
         session._samples.flush()  # lines of the last quarter of a second
         gc.collect()
         blocks.append(sys.getallocatedblocks())
