@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from stepscope.border import limit
 from stepscope.errors import RecordingError
 from stepscope.formatting import plural
 from stepscope.trace.history_file import (
@@ -19,6 +18,7 @@ from stepscope.trace.history_file import (
     Lines,
     Process,
     Tail,
+    most_lines,
     steps_of,
 )
 from stepscope.trace.recording import RECORDING_FILE, SAMPLES_FILE, StepSample
@@ -42,9 +42,9 @@ class History:
         """What was not read, and why."""
         found = [f"{plural(self.num_unread, 'line')} could not be read"] if self.num_unread else []
         if self.num_left_out:
-            all_lines = self.num_left_out + limit("HISTORY_LINES")
+            all_lines = self.num_left_out + most_lines()
             found.append(
-                f"only the last {limit('HISTORY_LINES'):,} of {all_lines:,} lines were read; set "
+                f"only the last {most_lines():,} of {all_lines:,} lines were read; set "
                 f"STEPSCOPE_MAX_HISTORY_LINES={all_lines} to read all"
             )
         return tuple(found)

@@ -143,7 +143,7 @@ class Tail:
 
     def _last_lines(self, data: bytes) -> list[bytes]:
         """Return all lines; of more than the limit the first, in which the process begins, and the last ones."""
-        most = limit("HISTORY_LINES")
+        most = most_lines()
         self.num_left_out = max(0, data.count(b"\n") - most)
         if not self.num_left_out:
             return data.splitlines()
@@ -151,6 +151,11 @@ class Tail:
         for _ in range(most):
             cut = data.rfind(b"\n", 0, cut)
         return [data[: data.find(b"\n")], *data[cut + 1 :].splitlines()]
+
+
+def most_lines() -> int:
+    """Return how many lines of a history are read: the last ones."""
+    return limit("HISTORY_LINES")
 
 
 class Lines:
