@@ -182,6 +182,7 @@ def test_offloaded_activations_are_not_on_the_device():
         ({"fsdp": "4x5000"}, "from 2 to 16384"),
         ({"pp": 0}, "from 2 to 16384"),
         ({"pp": "-2"}, "must be an integer"),
+        ({"pp": "a.1,a.1"}, "name every module once"),
         ({"pp": 2, "tp": 2}, "--tp and --pp cannot be planned together"),
         ({"pp": 4, "microbatches": 3}, "for each of 4 stages. Use more, or --schedule gpipe"),
         ({"pp": 4, "microbatches": 0, "schedule": "gpipe"}, "--microbatches 0"),
@@ -210,8 +211,9 @@ def test_a_stage_has_its_own_weights_and_the_micro_batches_of_its_schedule(workl
     assert early.peak_allocated_bytes == max(early.stage_peak_bytes) and early.num_ranks == len(
         early.stage_peak_bytes
     )
-    # Of 1F1B's micro-batches two are alive in the first stage; of GPipe's, all six: 100 rows after each layer.
-    assert late.stage_peak_bytes[0] - early.stage_peak_bytes[0] >= 4 * 100 * 110 * 4 * 2
+    # Of 1F1B's micro-batches two are alive in the first stage, and the last one sent; of GPipe's, all six.
+    microbatch_bytes = 2 * 100 * 110 * 4  # after each of two layers
+    assert 3 <= (late.stage_peak_bytes[0] - early.stage_peak_bytes[0]) / microbatch_bytes <= 4
 
 
 @pytest.mark.parametrize(
@@ -230,13 +232,14 @@ def test_what_cannot_be_a_pipeline_is_refused(options, said, workloads, capsys):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.long
 def test_the_fewest_stages_and_the_largest_batch(workloads, capsys):
     words = ["plan", workloads("skip"), "--pp", "2", "--microbatches", "4", "--fit", "700MiB", "--json"]
 
     assert main(words) == 0
 
     found = json.loads(capsys.readouterr().out)
-    assert found["min_ranks"] == 1 and found["max_batch"] % 4 == 0 and found["max_batch"] > 600
+    assert found["min_ranks"] == 2 and found["max_batch"] % 4 == 0 and found["max_batch"] > 600
     assert len(found["stage_peak_bytes"]) == found["num_ranks"] == 2
 
 

@@ -11,6 +11,7 @@ examples:
   stepscope plan hydra --preset 100m --dtype autocast_bf16 --device "NVIDIA H200,NVIDIA A100-SXM4-40GB"
   stepscope plan train.py:build --max-batch --device "NVIDIA L40S"
   stepscope plan cs336 --preset 10B --fsdp 8 --mixed-precision bf16:fp32
+  stepscope plan cs336 --preset small --set batch=8 --pp 4 --microbatches 8
   stepscope plan cs336 --preset 10B --fit 80GiB
 """
 

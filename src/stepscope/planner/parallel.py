@@ -39,6 +39,8 @@ class Parallel:
                 raise UsageError(
                     f"{name}={number}: the number of ranks must be from 2 to {MOST_RANKS}. For one, leave it out"
                 )
+        if len(set(self.split)) < len(self.split):
+            raise UsageError(f"--pp {','.join(self.split)}: name every module once")
         if self.pp is not None and self.schedule not in SCHEDULES:
             raise UsageError(f"--schedule {self.schedule}: choose from {', '.join(SCHEDULES)}")
         if self.pp is not None and self.num_microbatches < (self.pp if self.schedule == "1f1b" else 1):
@@ -101,7 +103,7 @@ def parallel_of(
     if fsdp is ddp is tp is pp is mixed_precision is None and not offload:
         return None
     replicas, shards = fsdp.split("x", 1) if isinstance(fsdp, str) and "x" in fsdp else ("1", fsdp)
-    names = tuple(filter(None, pp.split(","))) if isinstance(pp, str) and not pp[:1].isdigit() else ()
+    names = tuple(filter(None, pp.split(","))) if isinstance(pp, str) and ("," in pp or pp[:1].isidentifier()) else ()
     stages = len(names) + 1 if names else _number(pp, "pp")
     param, _, reduce = (mixed_precision or "").partition(":")
     return Parallel(

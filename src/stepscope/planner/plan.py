@@ -210,7 +210,8 @@ def fewest_ranks(fits: Callable[[int], bool], parallel: Parallel | None) -> tupl
     (6, None)
     """
     step = parallel.replicas if parallel else 1
-    if step == 1 and fits(1):
+    is_pipeline = parallel is not None and parallel.way == "pp"  # its model has no loss, so it cannot run as one
+    if step == 1 and not is_pipeline and fits(1):
         return 1, None
     if parallel is not None and parallel.ddp is not None:
         return None, "a rank of DDP has the whole model, so more ranks do not help. Use --fsdp"

@@ -94,6 +94,7 @@ def _may_be_tf32(op: str, traced: Traced, run: Mapping[str, Any]) -> bool:
 
 
 FITS, TOO_LARGE, TOO_CLOSE, GROWS, NOT_KNOWN = "fits", "does not fit", "too close to call", "grows", "not known"
+VERDICTS = (FITS, TOO_CLOSE, NOT_KNOWN, GROWS, TOO_LARGE)  # from the best to the worst
 MARGIN = 0.02  # a verdict must hold with this share less, and with this share more memory
 LONG_RUN_STEPS = 100_000
 """Growth below the margin over this many steps, as from a list of losses, does not affect a verdict."""
@@ -130,7 +131,7 @@ class Prediction:
     parallel: str | None = None  # how ranks train together, as text
     stage_peak_bytes: tuple[int, ...] = ()
     """A pipeline's peaks of allocated memory, by stage. The other values are those of the highest, except the number
-    of parameters, which is that of all stages."""
+    of parameters, which is that of all stages, and the verdict, which is the worst."""
     error_bar: float | None = None  # relative error of the peak in either direction, if the plan is an approximation
 
     def __repr__(self) -> str:
@@ -162,8 +163,9 @@ class Planner:
         stages = [self._predict(point, device, replace(parallel, stage=stage)) for stage in range(parallel.num_ranks)]
         peaks = tuple(stage.peak_allocated_bytes for stage in stages)
         num_parameters = sum(stage.parameters for stage in stages)
-        highest = max(stages, key=lambda stage: stage.peak_reserved_bytes or stage.peak_allocated_bytes)
-        return replace(highest, stage_peak_bytes=peaks, parameters=num_parameters)
+        highest = max(stages, key=lambda stage: stage.peak_allocated_bytes)
+        worst = None if device is None else max((stage.fits for stage in stages), key=VERDICTS.index)
+        return replace(highest, stage_peak_bytes=peaks, parameters=num_parameters, fits=worst)
 
     def _predict(self, point: Point, device: Device | None, parallel: Parallel | None) -> Prediction:
         hardware = None if device is None else hardware_of(device)
