@@ -219,13 +219,13 @@ def plan(
     """Return the predicted memory, fit and least time of a step, like `stepscope plan`.
 
     Nothing runs on a GPU and no weights are allocated. `workload` is a name of `stepscope list workloads`,
-    `hf:config.json` or `file.py:build`. `set` maps knobs to a value or a list of values; lists multiply. `device` is
-    the full name of one or more GPUs, or `cpu`. `fsdp`, `ddp`, `tp` or `pp` ranks train together, and the plan is that of
-    one: `fsdp="2x8"` is hybrid sharding, `mixed_precision="bf16:fp32"` FSDP2's policy. `offload_activations` keeps
-    saved activations in host memory. `pp` plans pipeline stages: a number, or the names of the modules where the stages
-    after the first begin, with `microbatches` and a `schedule` of `1f1b` or `gpipe`. `fit="80GiB"` is the memory of a GPU, and searches the largest batch and the
-    fewest GPUs. `max_batch` and `max_length` search the largest that fits. `on_line`
-    receives what is being planned.
+    `hf:config.json` or `file.py:build`. `set` maps knobs to a value or a list of values; lists multiply. `device`
+    is the full name of one or more GPUs, or `cpu`. `fsdp`, `ddp`, `tp` or `pp` ranks train together, and the plan
+    is that of one: `fsdp="2x8"` is hybrid sharding, `mixed_precision="bf16:fp32"` FSDP2's policy.
+    `offload_activations` keeps saved activations in host memory. `pp` plans pipeline stages: a number, or the names
+    of the modules where the stages after the first begin, with `microbatches` and a `schedule` of `1f1b` or
+    `gpipe`. `fit="80GiB"` is the memory of a GPU, and searches the largest batch and the fewest GPUs. `max_batch`
+    and `max_length` search the largest that fits. `on_line` receives what is being planned.
 
     >>> plan("cs336", preset="2.7B", set={"seq_len": 512}, device="NVIDIA H200")  # doctest: +SKIP
     <Plan: cs336 2.7B batch=4 seq_len=512 fp32 step on NVIDIA H200>
