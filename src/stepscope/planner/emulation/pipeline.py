@@ -158,7 +158,7 @@ def split(module: nn.Module, parallel: Parallel, batch: Batch) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        why = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        why = str(cause).strip().partition("\n")[0].rstrip(".") or type(cause).__name__
         raise UsageError(
             f"--pp: torch.distributed.pipelining cannot split the model at {', '.join(points)}: {why}. Its forward "
             "must return outputs without targets; name other modules where stages begin: --pp NAME,NAME"
