@@ -51,7 +51,6 @@ class Loop:
         self.roots = Roots(self.forward_begins, self.forward_ended, self.usual)
         self._is_listening = self._is_paused = False
         self._thread: int | None = None  # the thread that trains, or the first that calls a model
-        self.other_thread_trains = False
         self.finder = StepFinder()
         self.facts = StepFacts()
         self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -94,7 +93,6 @@ class Loop:
             self._thread = thread
             self._root_depth = self._data_depth = self._backward_depth = 0
             return True
-        self.other_thread_trains |= trains
         return False
 
     def _open(self) -> None:
