@@ -14,6 +14,7 @@ import pytest
 from handmade import cpu_recording
 from stepscope.cli.main import VERBS
 from stepscope.version import __version__
+from verbs import run_verb
 
 HEAVY = ("torch", "numpy", "polars", "matplotlib", "pandas", "rich", "multiprocessing")
 
@@ -105,7 +106,7 @@ def test_the_version_is_one():
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_is_one_module_whose_docstring_is_its_help(verb):
     module = importlib.import_module(f"stepscope.cli.{verb.replace('-', '_')}")
-    shown = stepscope(verb, "--help")
+    shown = run_verb(verb, "--help")
 
     assert callable(module.add_arguments) and callable(module.main)
     assert module.__doc__ and module.__doc__.strip() in shown.stdout
