@@ -142,8 +142,13 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
         if not loop.listens():
             return None
         loop.data_begins(starts(one))
-        loop.facts.fetched(_batch_of(one))
-        return loop.data_ended
+
+        def ended(has_returned: bool) -> None:
+            if has_returned:  # not at the end of an epoch
+                loop.facts.fetched(_batch_of(one))
+            loop.data_ended()
+
+        return ended
 
     def makes_iterator(loader: Any) -> bool:
         loop.num_prefetched = max(loop.num_prefetched, loader.num_workers * (loader.prefetch_factor or 0))
@@ -161,7 +166,7 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
 
 
 def _batch_of(one: Any) -> int:
-    """Return how many samples the next batch of an iterator has at most; 0 if that is not known."""
+    """Return how many samples a batch of an iterator has at most; 0 if that is not known."""
     sampler = getattr(one, "_index_sampler", None) if isinstance(one, _BaseDataLoaderIter) else None
     size = getattr(sampler, "__dict__", {}).get("batch_size")
     return size if type(size) is int else 0

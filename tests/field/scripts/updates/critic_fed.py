@@ -1,5 +1,6 @@
-"""A critic that learns from five batches of a DataLoader, and a generator that then learns once."""
+"""A critic that learns from five batches of a loader, then its generator learns once; epochs end anywhere."""
 
+import itertools
 import sys
 
 import torch
@@ -10,8 +11,9 @@ torch.manual_seed(0)
 generator = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
 critic = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
 of_generator, of_critic = torch.optim.RMSprop(generator.parameters()), torch.optim.RMSprop(critic.parameters())
-data = torch.utils.data.DataLoader(torch.randn(40 * num_steps, 4), batch_size=8, shuffle=True)
-for i, real in enumerate(data):
+data = torch.utils.data.DataLoader(torch.randn(56, 4), batch_size=8, shuffle=True)
+batches = itertools.chain.from_iterable(itertools.repeat(data))
+for i, real in zip(range(5 * num_steps), batches):
     made = generator(torch.randn(8, 6)).detach()
     of_critic.zero_grad()
     (critic(made).mean() - critic(real).mean()).backward()
