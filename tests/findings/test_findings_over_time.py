@@ -120,6 +120,20 @@ def test_what_follows_the_last_step_is_one_more(tmp_path):
     assert (only.num, only.step, only.every) == (1, NUM, None)
 
 
+def test_a_collection_before_the_first_steps_is_not_the_first_of_many(tmp_path):
+    run = run_of(None, load(write_history(tmp_path, Run())))
+    times, took = {"garbage_collection": 1}, {"garbage_collection": 10**9}
+    blocks = [
+        each._replace(host_ns=took, num_times=times) if i in (0, 5, 9) else each for i, each in enumerate(run.blocks)
+    ]
+
+    early = interruption(
+        replace(run, blocks=[blocks[0]._replace(window="warmup"), *blocks[1:]]), "garbage_collection"
+    )
+    assert (early.num, early.step) == (2, interruption(replace(run, blocks=blocks[1:]), "garbage_collection").step)
+    assert interruption(replace(run, blocks=blocks), "garbage_collection").num == 3
+
+
 def test_a_loss_that_is_not_a_number(tmp_path):
     finding, row = found(tmp_path, loss=lambda step: math.nan if step >= 1500 else 3.0 - step / NUM)["loss_anomaly"]
     assert row["step"] == near(1500) and "NaN" in finding.sentence and "stayed" in finding.sentence

@@ -10,6 +10,7 @@ LEAST_STALL_NS = 1_000_000_000
 LEAST_STALL_STEPS = 5.0  # typical steps
 LEAST_SHARE = 0.03  # of the wall-clock time; less is not worth a finding
 STOPPED = "stopped"
+COLLECTION = "garbage_collection"
 UNKNOWN = "stall", STOPPED  # what has no other name, and is part of the time of steps
 LONG_NS = 60_000_000_000  # a single stall that is always worth one
 
@@ -46,12 +47,15 @@ class Stall:
 def interruption(run: Run, kind: str) -> Interruption | None:
     """Return what one kind of work between steps took; None if the run has none."""
     blocks = [block for block in run.blocks if block.host_ns.get(kind) and not block.num_compiles]
+    noted = [each for each in run.happenings if each.kind == kind]
+    if kind == COLLECTION:  # of what was made before the first steps: a part of starting
+        blocks = [block for block in blocks if block.window != "warmup"]
+        noted = [each for each in noted if blocks and each.step >= blocks[0].step]
     tail_ns, num_last = run.tail_ns.get(kind, 0), run.tail_times.get(kind, 0)
     total_ns = sum(block.host_ns[kind] for block in blocks) + tail_ns
     if not total_ns:
         return None
     num = max(1, sum(block.num_times.get(kind, 0) for block in blocks) + num_last)
-    noted = [each for each in run.happenings if each.kind == kind]
     longest = max(noted, key=lambda each: each.ns, default=None)
     last = run.last_step + 1
     return Interruption(
