@@ -5,7 +5,7 @@
 One training of two ranks under `stepscope run`, from which windows are taken. Each rank notes the CPU time of the
 thread that trains for every step, because other processes share the machine. `outside` is the median CPU time of the
 steps from the request to the window and from the window on for as long as before, over that of the steps before the
-request; `nothing` is the same ratio at moments at which nobody asked: the noise. Both are medians over all triggers
+request; `nothing` is the same ratio where there was no request: the noise. Both are medians over all triggers
 and ranks, with bootstrap intervals. The windows of both ranks must begin at the same step.
 """
 

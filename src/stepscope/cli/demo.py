@@ -9,7 +9,6 @@ examples:
 """
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,17 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     script = Path(__file__).parents[1] / "workloads" / "demo.py"
-    package = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-
-    def verb(*words: str) -> int:
-        command = [sys.executable, "-m", "stepscope", *words]
-        tell(f"stepscope demo: stepscope {' '.join(words)}")
-        return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode
-
     folder = str(arguments.output)
     page = ["report", folder, "--force", *([] if arguments.no_open else ["--open"])]
     for words in (["run", "-o", folder, "--force", str(script)], ["diagnose", folder], page):
-        if code := verb(*words):
+        tell(f"stepscope demo: stepscope {' '.join(words)}")
+        if code := subprocess.run([sys.executable, "-m", "stepscope", *words]).returncode:
             return code
     return 0

@@ -273,7 +273,7 @@ def plan_points(
                 raise UsageError(f"{point.workload} has no knob {knob!r} to search")
             # A pipeline's batch has as many rows for each micro-batch.
             factor = parallel.num_microbatches if parallel is not None and key == MAX_BATCH else 1
-            search = Search(knob, lambda value: predict(point, device, **{knob: value * factor}))  # noqa: B023
+            search = Search(knob, lambda value: predict(point, device, **{knob: value * factor}))  # noqa: B023  # run at once
             value, reason = search.run(max(1, int(point.config[knob]) // factor))
             largest[key] = None if value is None else value * factor
             bounded_by |= {} if reason is None else {key: reason}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120  as a code object spells it
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PTH118, PTH120
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PTH118, PTH120  the same
 _WORKLOADS = os.path.join(_OURS, "workloads", "")  # noqa: PTH118  these models are measured like the user's own
 _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 

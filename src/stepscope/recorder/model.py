@@ -141,7 +141,7 @@ class _CallChain:
                 finally:
                     usual.is_inside = False
                     if self.hooks and not usual.is_on:  # something unusual has happened inside
-                        try:  # type: ignore[unreachable]
+                        try:  # type: ignore[unreachable]  # the call changes it
                             unseen(self.hooks[0].end, module)
                         except Exception as error:
                             failed(error)

@@ -153,7 +153,7 @@ class UsualSteps:
             finally:
                 self.is_inside = False
                 if not self.is_on:
-                    _guarded(self._loop.backward_ended)  # type: ignore[unreachable]
+                    _guarded(self._loop.backward_ended)  # type: ignore[unreachable]  # the call changes it
 
         return backward
 
@@ -203,7 +203,7 @@ class UsualSteps:
                 if self.is_on:
                     self._events.append((DATA_ENDED, time.perf_counter_ns(), None))
                 else:
-                    _guarded(self._loop.data_ended)  # type: ignore[unreachable]
+                    _guarded(self._loop.data_ended)  # type: ignore[unreachable]  # the call changes it
 
         return fetch
 

@@ -20,7 +20,7 @@ from stepscope.recorder import current
 
 P = ParamSpec("P")
 
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  as a code object spells it
 _stands = False
 _has_spoken = False
 _stderr: tuple[int, int] | None = None  # what standard error was at the start
@@ -162,7 +162,7 @@ def caught_warnings() -> Iterator[list[Any]]:
     `warnings.catch_warnings` makes Python forget which warnings it has shown, so that the script's appear again.
     """
     caught: list[Any] = []
-    every, show = ("always", None, Warning, None, 0), warnings._showwarnmsg_impl  # type: ignore[attr-defined]
+    every, show = ("always", None, Warning, None, 0), warnings._showwarnmsg_impl  # type: ignore[attr-defined]  # private
     shown = warnings.showwarning
     warnings.filters.insert(0, every)  # type: ignore[attr-defined]  # private
     warnings._showwarnmsg_impl = caught.append  # type: ignore[attr-defined]  # private

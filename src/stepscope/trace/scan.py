@@ -124,7 +124,7 @@ def may_go_on(text: str, end: int) -> bool:
 
 
 def skip_blank(text: str, position: int) -> int:
-    return _BLANK.match(text, position).end()  # type: ignore[union-attr]
+    return _BLANK.match(text, position).end()  # type: ignore[union-attr]  # it matches always
 
 
 def try_event(text: str, position: int) -> tuple[bool, int]:
@@ -159,7 +159,7 @@ def scan_events(
     position = search.next_event(start) if is_lost else start
     found.num_passed_over = (position or start) - start
     while position is not None:
-        position = _BLANK_OR_COMMA.match(text, position).end()  # type: ignore[union-attr]
+        position = _BLANK_OR_COMMA.match(text, position).end()  # type: ignore[union-attr]  # it matches always
         if position >= stop:
             break
         if text[position] == "]":

@@ -33,7 +33,7 @@ def _load_rows(pointers, stride: tl.constexpr, rows):
     """Return the next eight rows, zeros beyond the last; all eight loads are in flight at once."""
     loaded = ()
     for i in tl.static_range(8):
-        loaded = loaded + (tl.load(pointers + i * stride, mask=rows > i, other=0.0),)  # noqa: RUF005
+        loaded = loaded + (tl.load(pointers + i * stride, mask=rows > i, other=0.0),)  # noqa: RUF005  Triton has no unpacking
     return loaded
 
 

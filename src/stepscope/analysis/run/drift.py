@@ -167,13 +167,14 @@ def _is_shared(run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock]
     """Return whether a change may come from others that use the cores too.
 
     Where training waits for cores, other processes run beside it, on the same caches and on the other thread of its
-    core. The same work then takes up to `_OF_A_CORE` times as long on a core, and that is no fault of the training.
+    core. The same work then takes up to `_OF_A_CORE` times as long on a core, and the training is not at fault.
     """
     waits = run.tracks.get("core_wait_share")
     if waits is None or "core_share" not in run.tracks or not before:
         return False
     ends = [(side[0].step, side[-1].step + side[-1].num_steps) for side in (before, after)]
-    sides = [[point for point in _points(run) if low <= point.step < high] for low, high in ends]
+    points = _points(run)
+    sides = [[point for point in points if low <= point.step < high] for low, high in ends]
     if not all(sides) or max(waits.mean(*end) or 0.0 for end in ends) < _WAITS:
         return False
     old, new = (median(point.on_core_ns for point in side) for side in sides)

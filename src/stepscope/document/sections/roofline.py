@@ -127,7 +127,7 @@ def _flops(rows: pl.DataFrame, limits: Limits | None) -> Iterator[Part]:
 
 def _roofs(limits: Limits, drawn: pl.DataFrame) -> Iterator[Series]:
     """Yield the slope of the memory, up to the highest peak in use, and each peak from where the slope meets it."""
-    least, most = float(drawn["intensity"].min()), float(drawn["intensity"].max())  # type: ignore[arg-type]
+    least, most = float(drawn["intensity"].min()), float(drawn["intensity"].max())  # type: ignore[arg-type]  # numbers
     bandwidth, dtypes = limits.bandwidth_bytes_per_s, set(drawn["peak_dtype"].drop_nulls())
     peaks = {dtype: peak for dtype, peak in limits.peak_flops.items() if dtype in dtypes}
     ridges = {dtype: peak / bandwidth for dtype, peak in peaks.items()}

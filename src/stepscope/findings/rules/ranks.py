@@ -161,7 +161,7 @@ def _slow_network(case: Case, num_steps: int) -> list[Finding]:
         return []
     what = f"{worst['collective']} of {size(worst['bytes'])}"
     usual = "the other groups" if worst["num_groups"] > 1 else "its other calls"
-    took_ns = float(slow["transfer_ns"].median())  # type: ignore[arg-type]
+    took_ns = float(slow["transfer_ns"].median())  # type: ignore[arg-type]  # numbers
     which = f"ranks {worst['members']}" if worst["group_size"] <= 8 else f"{worst['group_size']} ranks"
     return one_finding(
         sentence=f"No rank is late, but {worst['num_slow']} of {plural(worst['num_calls'], 'call')} of {what} among "

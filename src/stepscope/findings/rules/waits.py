@@ -249,7 +249,7 @@ def device_round_trip(case: Case) -> list[Finding]:
     table = case.grouped(trips, "num_trips", "op", "bytes", "phase", "module", "caller", time=LENGTH.alias("host_ns"))
     return one_finding(
         sentence=f"Copying {case.number_text(trips, 'tensor')} of up to "
-        f"{size(int(trips['bytes'].max()))} to the CPU and back to the GPU takes "  # type: ignore[arg-type]
+        f"{size(int(trips['bytes'].max()))} to the CPU and back to the GPU takes "  # type: ignore[arg-type]  # numbers
         f"{case.cost_text(float(table['host_ns'].sum()))}, including the time between the two copies. "
         f"Most of it is in {place(table.row(0, named=True))}.",
         fix="stay on the GPU: remove .cpu(), .numpy() and .cuda(), and call the torch op on the CUDA tensor",

@@ -121,9 +121,12 @@ class StagePass:
         if self.optimizer is not None:
             self.optimizer.step()
         if self._storages is not None:
-            for received in (*self._stage.args_recv_info.values(), *self._stage.grad_recv_info.values()):
-                buffers = [info.buffer for info in received if info.buffer is not None]
-                self._storages.own(buffers, COMMUNICATION, OUTSIDE)
+            self._storages.own(self._received(), COMMUNICATION, OUTSIDE)
+
+    def _received(self) -> list[torch.Tensor]:
+        """Return the buffers for what other stages send."""
+        received = (*self._stage.args_recv_info.values(), *self._stage.grad_recv_info.values())
+        return [info.buffer for infos in received for info in infos if info.buffer is not None]
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -131,9 +134,12 @@ class StagePass:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that exists before a pass."""
-        received = (*self._stage.args_recv_info.values(), *self._stage.grad_recv_info.values())
-        found = [info.buffer for infos in received for info in infos if info.buffer is not None]
-        found += [*self._stage.submod.parameters(), *self._stage.submod.buffers(), *self._inputs.values()]
+        found = [
+            *self._received(),
+            *self._stage.submod.parameters(),
+            *self._stage.submod.buffers(),
+            *self._inputs.values(),
+        ]
         found += [] if self._targets is None else [self._targets]
         states = [] if self.optimizer is None else self.optimizer.state.values()
         return found + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]

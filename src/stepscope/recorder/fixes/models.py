@@ -111,7 +111,7 @@ class Rounding(Change):
     def use_roots(self, roots: list[nn.Module]) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}  # the script's own stays as it is
         for root in roots:
-            replace_call(root, lambda call, root=root: self._rounded(call, root))  # type: ignore[misc]
+            replace_call(root, lambda call, root=root: self._rounded(call, root))  # type: ignore[misc]  # a default
             self.changed[f"{type(root).__name__} with rounded weights"] += 1
 
     def _rounded(self, call: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class Where:
         if self.on == RAY:
             from stepscope.sweep.engines.ray_tasks import RayEngine as Chosen
         else:
-            from stepscope.sweep.engines.slurm_jobs import SlurmEngine as Chosen  # type: ignore[assignment]
+            from stepscope.sweep.engines.slurm_jobs import SlurmEngine as Chosen  # type: ignore[assignment]  # either
         said = say or (lambda line: None)
         # Ray has a handler of its own for SIGTERM; ours comes after it.
         with Chosen(settings, folder.absolute(), said, keeps_node) as engine, ended_by_sigterm():

@@ -18,7 +18,7 @@ from stepscope.trace.values import categories, json_texts, names
 _INTERFACE = 1  # the same as in module.c
 
 try:
-    from stepscope.trace.fast import _scan  # type: ignore[attr-defined]
+    from stepscope.trace.fast import _scan  # type: ignore[attr-defined]  # optional
 
     if _scan.INTERFACE != _INTERFACE:  # of another version of Stepscope
         _scan = None

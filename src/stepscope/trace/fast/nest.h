@@ -61,7 +61,7 @@ static bool make_room(Nest *nest, size_t num_more) {
     nest->swept = swept ? swept : nest->swept;
     if (!parents || !bits || !covered || !swept)
         return false;
-    size_t known = nest->num_rows ? (nest->num_rows + 7) / 8 : 0;
+    size_t known = (nest->num_rows + 7) / 8;
     memset(bits + known, 0, room / 8 + 1 - known);
     memset(covered + nest->num_rows, 0, num_more * sizeof *covered);
     memset(swept + nest->num_rows, 0, num_more * sizeof *swept);

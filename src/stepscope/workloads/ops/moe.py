@@ -43,12 +43,12 @@ class ExpertKnobs:
     experts: int = knob(8, "routed experts, not counting the shared one")
     top_k: int = knob(2, "experts per token")
     d_expert: int = knob(3072, "hidden width of a routed expert")
-    dispatch: Dispatch = knob("loop", "how tokens get to their experts and back")  # noqa: RUF009
+    dispatch: Dispatch = knob("loop", "how tokens get to their experts and back")  # noqa: RUF009  a field
     capacity_factor: float = knob(1.25, "rows per expert over the mean, with dispatch=capacity; the rest is dropped")
     routing: Routing = knob(  # noqa: RUF009  knob() is a dataclass field
         "learned", "balanced: a hash routes as evenly as a trained router; an untrained one fills two of eight"
     )
-    gelu: Gelu = knob("torch", "kept: one kernel per direction, its output kept for the backward pass")  # noqa: RUF009
+    gelu: Gelu = knob("torch", "kept: one kernel per direction, its output kept for the backward pass")  # noqa: RUF009  a field
 
 
 GATE: Mapping[str, Value] = {"experts": 4, "top_k": 2, "d_expert": 40, "capacity_factor": 2.0}
