@@ -36,13 +36,15 @@
     root.classList.add("ready");
   }
 
+  const isPaused = () => find("pause").getAttribute("aria-pressed") === "true";
+
   async function update() {
-    const isPaused = find("pause").getAttribute("aria-pressed") === "true";
-    if (!isPaused && !document.hidden && !isOver) {
+    if (!isPaused() && !document.hidden && !isOver) {
       try {
         const answer = await fetch("state", { cache: "no-store" });
         if (!answer.ok) throw new Error(String(answer.status));
-        show(await answer.json());
+        const state = await answer.json();
+        if (!isPaused()) show(state);  // it may have been paused while the answer was on its way
       } catch {
         body.classList.add("lost");
         find("verdict").textContent = "stepscope watch has ended or cannot be reached. These are its last figures.";
