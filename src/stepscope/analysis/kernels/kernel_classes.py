@@ -126,7 +126,8 @@ def classify_kernels(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _first(rules: Rules, text: str) -> str | None:
-    return next((name for pattern, name in rules if pattern.search(text)), None)
+    text = text.lower()
+    return next((name for name, pattern in rules if re.search(pattern, text)), None)
 
 
 def _class_of_name(kernel_name: str) -> str | None:
@@ -134,7 +135,7 @@ def _class_of_name(kernel_name: str) -> str | None:
     found = _first(KERNEL_RULES, name)
     if found is None and _PLAIN_NAME.match(name):
         words = [word for word in name.lower().split("_") if word]
-        return next((found for rule, found in WORDS if any(rule.fullmatch(word) for word in words)), None)
+        return next((found for found, rule in WORDS if any(re.fullmatch(rule, word) for word in words)), None)
     return found
 
 
