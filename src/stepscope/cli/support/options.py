@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import math
 import re
@@ -195,6 +196,7 @@ def add_spread_argument(parser: argparse.ArgumentParser) -> None:
 def opened(arguments: argparse.Namespace, path: Path | Sequence[Path] | None) -> Iterator[Session]:
     """Open a path as the options say; while the block reads it, the terminal shows the progress."""
     gc.disable()  # hardly any cycles are made, and collections would walk every row: a third of a report's time
+    atexit.register(gc.freeze)  # as would the last collections, when Python ends: 80 ms
     with Progress("reading") as progress:
         spread = None
         if getattr(arguments, "on", "local") != "local":
