@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.document.findings import findings_part
 from stepscope.errors import Unavailable
 from stepscope.findings.diagnose import diagnose
-from stepscope.findings.rules.cpu import cpu_float32, cpu_threads, small_cpu_ops
+from stepscope.findings.rules.cpu import cpu_float32, cpu_threads, outside_passes, small_cpu_ops
+from stepscope.findings.rules.machine import other_process
 from stepscope.findings.rules.padding import padding
 from stepscope.findings.rules.step_times import between_steps, waiting_for_data
+from stepscope.findings.rules.wide_and_narrow import float64_work
 from stepscope.session import open_session
 from stepscope.session.case import Case
 from trace_builder import TraceBuilder
@@ -105,14 +108,17 @@ def test_only_workers_can_be_kept_from_one_epoch_to_the_next(tmp_path, num_worke
     assert advice in finding.fix
 
 
-def traced(folder: Path, name: str, took: float, num: int, dtype: str = "float", **flags: object) -> Case:
-    """A recording of steps of 10 ms on a CPU, with a trace of two steps of 1 ms and so many ops in each."""
-    recorded(folder, [10.0] * 20, flags={**FLAGS, **flags})
+def traced(
+    folder: Path, name: str, took: float, num: int, dtype: str = "float", ms=10.0, dims=(8, 8), where="other", **flags
+) -> Case:
+    """A recording of steps on a CPU, 10 ms of each in the forward, with a trace of two steps of 1 ms and so many ops
+    in each."""
+    recorded(folder, [ms] * 20, flags={**FLAGS, **flags}, where=where)
     trace = TraceBuilder()
     for step in (0, 1):
-        trace.step(step + 1, 1000 * step, 1000)
+        trace.step(step + 1, 1000 * step, 1000).annotation("stepscope.phase/between", 1000 * step, 995)
         for number in range(num):
-            shapes = {"Input Dims": [[8, 8], [8, 8]], "Input type": [dtype, dtype]}
+            shapes = {"Input Dims": [[8, 8], dims], "Input type": ["float", dtype]}
             trace.op(name, 1000 * step + (took + 1) * number, took, id=100 * step + number + 1, **shapes)
     return case_of(trace, folder)
 
@@ -127,6 +133,54 @@ def test_short_ops_cost_their_share(tmp_path):
 @pytest.mark.parametrize(("took", "num"), [(10, 20), (25, 30)])
 def test_few_or_long_ops_are_fine(tmp_path, took, num):
     assert small_cpu_ops(traced(tmp_path, "aten::add", took, num)) == []
+
+
+@pytest.mark.parametrize(("num", "says"), [(30, "100 % of that is in ops, mostly aten::clone"), (6, "Python code")])
+def test_what_the_script_does_outside_of_its_passes_is_told(tmp_path, num, says):
+    case = traced(tmp_path, "aten::clone", 25, num, ms=20.0)
+    (finding,) = outside_passes(case)
+
+    assert finding.saving_ns == 10 * MS == case.ledger.parts["cpu_outside"]
+    assert sum(case.ledger.parts.values()) == case.ledger.total_ns
+    assert says in finding.sentence
+
+
+def test_little_outside_of_the_passes_is_usual(tmp_path):
+    assert outside_passes(traced(tmp_path, "aten::clone", 25, 4, ms=10.5)) == []
+
+
+def test_ops_before_the_forward_prepare_the_batch(tmp_path):
+    (finding,) = waiting_for_data(traced(tmp_path / "ops", "aten::one_hot", 25, 30, ms=20.0, where="before_forward"))
+    (waits,) = waiting_for_data(traced(tmp_path / "none", "aten::one_hot", 25, 3, ms=20.0, where="before_forward"))
+
+    assert "mostly aten::one_hot" in finding.sentence and finding.saving_ns == waits.saving_ns
+    assert "waits" in waits.sentence and "before training" not in waits.fix
+
+
+@pytest.mark.parametrize(("dims", "saved"), [((8, 8), 0.8 * 0.4), ((), None)])
+def test_float64_on_a_cpu_costs_its_bytes(tmp_path, dims, saved):
+    found = float64_work(traced(tmp_path, "aten::mul", 50, 16, "double", dims=dims))
+
+    assert [one.saving_ns for one in found] == ([pytest.approx(saved * 10 * MS, rel=0.02)] if saved else [])
+
+
+@pytest.mark.parametrize(("share", "num"), [(0.3, 1), (0.02, 0), (None, 0)])
+def test_training_that_waits_for_a_core(tmp_path, share, num):
+    case = traced(tmp_path, "aten::add", 100, 8)
+    block = {"step": 0, "num_steps": 20, "window": "free", "start_ns": 1, "t": 1e9, "wall_ns": 200 * MS,
+             "median_ns": 10 * MS, "max_ns": 10 * MS, "max_step": 0, "host_ns": {"forward": 200 * MS}}  # fmt: skip
+    lines = [{"began": 1e9, "start_ns": 1, "pid": 1, "host": "h"}, {**block, "core_share": 0.5}]
+    if share is not None:
+        lines[1]["core_wait_share"] = share
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if share is None:
+        with pytest.raises(Unavailable, match="waited for a CPU core"):
+            other_process(case)
+        return
+
+    found = other_process(case)
+
+    assert [one.saving_ns for one in found] == [pytest.approx(share * 10 * MS)] * num
 
 
 def test_products_in_float32_on_a_cpu_with_bfloat16(tmp_path):

@@ -47,9 +47,10 @@ def test_time_without_any_op_has_an_owner(tmp_path, where, row):
 
     assert sum(ledger.parts.values()) == ledger.total_ns
     # The row is a lower bound: what a traced step takes longer, on a busy machine too, is taken from it first.
-    assert max(ledger.parts, key=ledger.parts.__getitem__) == row
+    typical = {name: ns for name, ns in ledger.parts.items() if name not in ("slow_steps", "between_steps")}
+    assert max(typical, key=typical.__getitem__) == row
     pause_ns = ledger.parts[row] / ledger.num_steps
     assert ledger.parts["cpu_products"] > 0 and ledger.limit_share is None
-    told = [one for one in diagnosis.findings if row in one.claims]
+    told = [one for one in diagnosis.findings if row in one.claims and one.id != "other_process"]
     assert told and 0.95 * pause_ns <= told[0].saving_ns <= pause_ns
     assert told[0].saving_low_ns is None, "no interval was measured on a CPU"

@@ -62,7 +62,8 @@ def saving_texts(finding: Finding, step_ns: float | None) -> tuple[str, str]:
     if finding.saving_ns is None:
         return (f"{most}{memory}", "of the peak") if memory else ("unknown", "")
     also = f" and {most}{memory} of the peak" if memory else ""
-    share = percent(finding.saving_ns / step_ns) if step_ns else ""
+    # What happens in some steps alone can be longer than a typical step.
+    share = percent(finding.saving_ns / step_ns) if step_ns and finding.saving_ns <= step_ns else ""
     if finding.saving_low_ns is None or finding.saving_high_ns is None:
         return f"{most}{duration(finding.saving_ns, 3)}", f"per step{f' ({share})' if share else ''}{also}"
     expected = ", ".join(filter(None, (f"expected: {duration(finding.saving_ns, 3)}", share)))

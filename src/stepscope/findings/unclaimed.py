@@ -7,7 +7,7 @@ import polars as pl
 from stepscope.analysis.time.ledger import ROWS
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import safe, whole_percent
+from stepscope.formatting import duration, safe, whole_percent
 from stepscope.session.case import Case
 from stepscope.session.places import Places
 
@@ -69,8 +69,10 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
             f"{whole_percent(first['limit_share'])} of the device's limit."
         )
         places = case.places(work.sort("loss_ns", descending=True)["event"].head(20))
+    # Of the average step, because some rows lie outside of a typical one.
+    cost = f"{duration(ns, 3)} per step ({whole_percent(ns / claims.step_ns)} of {duration(claims.step_ns, 3)})"
     return Finding(
-        sentence=f"{case.cost_text(ns)} is lost for a reason that no rule knows. {ROWS[row][1]}{most}",
+        sentence=f"{cost} is lost for a reason that no rule knows. {ROWS[row][1]}{most}",
         fix=_TRY.get(row, _TRY_IDLE),
         evidence=(Evidence("time without an explanation", rows),),
         falsified_by="try it; the finding is wrong if the step stays as long",

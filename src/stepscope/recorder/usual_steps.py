@@ -280,7 +280,7 @@ class UsualSteps:
         self.interpreted()
 
     def stop(self) -> None:
-        """Tell the loop all that was  The open step goes on the long way."""
+        """Tell the loop all that was noted. The open step goes on the long way."""
         num_in_a_row = self._num_in_a_row + self._num_noted
         self._rest = 0 if num_in_a_row >= LEAST_IN_A_ROW else min(MAX_REST, 2 * self._rest + 1)
         self._interpret()

@@ -41,6 +41,7 @@ from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03  # the share of a step that a finding must save to be reported
+WORTH_WITHOUT_GPU = 0.05  # the same on a CPU, where workers and training compete for the same cores
 LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
 
 

@@ -16,7 +16,8 @@ PRODUCTS = ["aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkld
             "aten::convolution_backward", "aten::_convolution", "aten::mkldnn_linear",
             "aten::_scaled_dot_product_flash_attention_for_cpu",
             "aten::_scaled_dot_product_flash_attention_for_cpu_backward"]  # fmt: skip
-_DATA = "data"
+DATA = "data"
+TRAINING = ("forward", "backward", "optimizer")
 
 
 def cpu_ledger(
@@ -29,11 +30,13 @@ def cpu_ledger(
     covered = [intersect(union(spans(some)), union(steps)) for some in (ops, products)]
     total_ns = round(step_ns)
     whole = sum(phases_ns.values()) or 1.0
-    parts = {"cpu_data": round(total_ns * phases_ns.get(_DATA, 0.0) / whole)}
+    outside_ns = sum(ns for phase, ns in phases_ns.items() if phase not in (DATA, *TRAINING))
+    sums = {"cpu_data": phases_ns.get(DATA, 0.0), "cpu_outside": outside_ns}
+    parts = {row: round(total_ns * ns / whole) for row, ns in sums.items()}
     num_steps = max(1, steps.height)
     product_ns = op_ns = 0.0
     for phase, ns in phases_ns.items():
-        if phase == _DATA:
+        if phase not in TRAINING:
             continue
         during = intersect(union(linked.steps.phases.filter(pl.col("phase").cast(pl.String) == phase)), union(steps))
         traced_ns = length_ns(during) / num_steps

@@ -23,6 +23,7 @@ ROWS = {
     "cpu_products": (WORK, "Products, convolutions and attention on the CPU. The least time they need is unknown."),
     "cpu_ops": (WORK, "Other ops on the CPU. The least time they need is unknown."),
     "cpu_data": (LOSS, "The step waits for its batch."),
+    "cpu_outside": (LOSS, "What the script does outside of data, passes and optimizer: metrics, copies, clipping."),
     "cpu_python": (LOSS, "No op is running: Python code of the script and its libraries."),
     "slow_products": (LOSS, "Products, convolutions and attention that are slower than good kernels."),
     "layout": (LOSS, "Convolutions and products change the layout of their tensors."),

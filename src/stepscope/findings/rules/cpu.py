@@ -1,13 +1,15 @@
-"""Rules about training on a CPU: threads, precision, small ops."""
+"""Rules about training on a CPU: threads, precision, small ops, work beside the training itself."""
 
+import statistics
 from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.time.cpu_ledger import PRODUCTS
-from stepscope.errors import ABOUT_CPUS
+from stepscope.analysis.time.cpu_ledger import DATA, PRODUCTS, TRAINING
+from stepscope.errors import ABOUT_CPUS, if_available
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
-from stepscope.formatting import duration, plural, whole_percent
+from stepscope.formatting import duration, plural, safe, whole_percent
+from stepscope.session.case import WORTH_WITHOUT_GPU
 
 _SHORT_NS = 20_000
 _SHORT_SHARE = 0.3
@@ -24,7 +26,7 @@ def _flags(case: Case) -> dict[str, Any]:
     return dict(flags)
 
 
-def _ops(case: Case) -> tuple[pl.DataFrame, float]:
+def ops_of_steps(case: Case) -> tuple[pl.DataFrame, float]:
     """Return the ops of the traced steps with `self_ns`, and how long those steps are."""
     steps = case.linked.steps.table
     if steps.is_empty():
@@ -65,7 +67,7 @@ def cpu_float32(case: Case) -> list[Finding]:
     flags = _flags(case)
     if not flags.get("cpu.bf16"):
         return []  # emulated, bfloat16 is slower than float32
-    ops, total_ns = _ops(case)
+    ops, total_ns = ops_of_steps(case)
     is_wide = ~pl.col("dtypes").str.contains("BFloat16|Half|double").fill_null(True)
     products = ops.filter(pl.col("name").is_in(PRODUCTS), is_wide)
     share = float(products["self_ns"].sum()) / total_ns
@@ -86,30 +88,85 @@ def cpu_float32(case: Case) -> list[Finding]:
     )
 
 
+def core_waits(case: Case) -> list[Finding]:
+    """Return the finding of `other_process` for a recording on a CPU."""
+    _flags(case)
+    waits = case.run.tracks.get("core_wait_share")
+    if waits is None or not waits.values:
+        raise Unavailable("The recording does not say how long training waited for a CPU core: only Linux does.")
+    share = statistics.median(waits.values)
+    if share < WORTH_WITHOUT_GPU:
+        return []
+    ledger = if_available(lambda: case.ledger)
+    row = {"wait_share": share, "num_readings": len(waits.values), "highest_share": max(waits.values)}
+    return one_finding(
+        sentence=f"Training waits for a CPU core {whole_percent(share)} of the time: other processes, or its own "
+        "DataLoader workers, run on the same cores. Every time in this recording is longer for it.",
+        fix="top  # end what else runs, wait for it, or start fewer workers; then record again",
+        saving_ns=share * (case.step_ns if ledger is None else ledger.step_ns),
+        rows=("slow_steps", "cpu_products", "cpu_ops", "cpu_python", "cpu_outside"),
+        upper_bound=True,
+        derived="the kernel's count of the time in which the training thread was ready and no core was free",
+        confidence="high",
+        falsified_by="record on an idle machine; the finding is wrong if steps are as long",
+        evidence=(Evidence("waiting for a core", [row]),),
+    )
+
+
+@rule
+def outside_passes(case: Case) -> list[Finding]:
+    """On a CPU: does the script spend time outside of its data, passes and optimizer?"""
+    _flags(case)
+    ops, total_ns = ops_of_steps(case)
+    ledger = case.ledger
+    lost_ns = ledger.parts.get("cpu_outside", 0) / ledger.num_steps
+    if lost_ns < WORTH_WITHOUT_GPU * case.step_ns:
+        return []
+    outside = ops.filter(~pl.col("phase").cast(pl.String).is_in([DATA, *TRAINING]).fill_null(False))
+    table = by_name(outside, case.linked.steps.num)
+    op_share = min(1.0, float(outside["self_ns"].sum()) / total_ns * case.step_ns / lost_ns)
+    most = f", mostly {safe(table['name'][0], 60)}" if table.height else ""
+    parts = f"{whole_percent(op_share)} of that is in ops{most}" if op_share >= 0.5 else "most of that is Python code"
+    return one_finding(
+        sentence=f"Outside of its data, passes and optimizer, the script spends {case.cost_text(lost_ns)}: {parts}.",
+        fix="do it every N steps: metrics, histograms, copies and averages of weights; clip with foreach=True",
+        saving_ns=lost_ns,
+        rows=("cpu_outside",),
+        upper_bound=True,
+        derived="all of that time; what training needs of it, such as clipping, remains",
+        confidence="medium",
+        falsified_by="leave it out of a run; the finding is wrong if the step is not faster",
+        evidence=(Evidence("ops outside of the passes", table.head(8).to_dicts()),),
+    )
+
+
+def by_name(ops: pl.DataFrame, num_steps: int) -> pl.DataFrame:
+    """Return ops by name, per step, the longest first."""
+    counts = (pl.len() / num_steps).alias("num_calls"), (pl.col("self_ns").sum() / num_steps).alias("duration_ns")
+    return ops.group_by("name").agg(counts).sort("duration_ns", "name", descending=[True, False])
+
+
 @rule
 def small_cpu_ops(case: Case) -> list[Finding]:
     """On a CPU: does the step consist of ops so short that calling them costs more than their work?"""
     _flags(case)
-    ops, total_ns = _ops(case)
+    ops, total_ns = ops_of_steps(case)
     short = ops.filter(pl.col("self_ns") < _SHORT_NS)
     short_ns = float(short["self_ns"].sum())
     share = short_ns / total_ns
     if share < _SHORT_SHARE:
         return []
     num_steps = case.linked.steps.num
-    table = short.group_by("name").agg(
-        (pl.len() / num_steps).alias("num_calls"), (pl.col("self_ns").sum() / num_steps).alias("duration_ns")
-    )
     return one_finding(
         sentence=f"{plural(short.height / num_steps, 'op')} per step are shorter than {duration(_SHORT_NS, 3)} and "
         f"take {whole_percent(share)} of the step: calling them costs more than what they compute.",
         fix="a larger batch_size: these ops hardly take longer; torch.optim.AdamW(..., foreach=True); or "
         "torch.compile(model), which fuses them",
         saving_ns=share * case.step_ns,
-        rows=("cpu_ops", "cpu_python", "cpu_products"),
+        rows=("cpu_ops", "cpu_python", "cpu_products", "cpu_outside"),
         upper_bound=True,
         derived="their share of the traced steps, of a clean step; the work in them remains",
         confidence="medium",
         falsified_by="double the batch; the finding is wrong if the step takes twice as long",
-        evidence=(Evidence("short ops", table.sort("duration_ns", descending=True).head(8).to_dicts()),),
+        evidence=(Evidence("short ops", by_name(short, num_steps).head(8).to_dicts()),),
     )

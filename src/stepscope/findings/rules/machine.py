@@ -8,6 +8,7 @@ import polars as pl
 from stepscope.analysis.costs.flops import Utilization
 from stepscope.devices import find_device
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.findings.rules.cpu import core_waits
 from stepscope.findings.rules.matrix_products import by_shape, gemm_calls
 from stepscope.formatting import duration, size, whole_percent
 
@@ -16,7 +17,9 @@ _SLACK_BYTES = 256 << 20  # the driver's figures per process and for the device 
 
 @rule
 def other_process(case: Case) -> list[Finding]:
-    """Does another process use the same GPU?"""
+    """Do other processes use the same GPU, or on a CPU the same cores?"""
+    if case.is_on_cpu:
+        return core_waits(case)
     facts = case.recording.facts
     processes = (facts.get("counters") or {}).get("other_processes")
     if processes is None:

@@ -2,15 +2,17 @@
 
 import polars as pl
 
+from stepscope.analysis.time.cpu_ledger import TRAINING
 from stepscope.analysis.time.stalls import MANY_OPS
 from stepscope.analysis.time.step_times import settling, slow_steps
+from stepscope.errors import if_available
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
-from stepscope.formatting import duration, plural
-from stepscope.session.case import WORTH_SHARE
+from stepscope.findings.rules.cpu import by_name, ops_of_steps
+from stepscope.formatting import duration, plural, safe
+from stepscope.session.case import WORTH_SHARE, WORTH_WITHOUT_GPU
 
 _FIX = "DataLoader(dataset, num_workers=4, pin_memory=True, persistent_workers=True)  # one worker per spare core"
 _CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"
-_WORTH_WITHOUT_GPU = 0.05  # of a step; on a CPU, workers compete with training for the same cores
 
 
 @rule
@@ -87,14 +89,18 @@ def _in_samples(case: Case) -> list[Finding]:
         raise Unavailable("The recording has no clean steps: it ended during warm-up.")
     # On a GPU, only the time between its events counts: data that arrives while it works costs nothing.
     waited_ns = phase.host_ns if phase.device_ns is None else phase.device_ns
-    if waited_ns < (_WORTH_WITHOUT_GPU if phase.device_ns is None else WORTH_SHARE) * case.step_ns:
+    if waited_ns < (WORTH_WITHOUT_GPU if phase.device_ns is None else WORTH_SHARE) * case.step_ns:
         return []
-    what = "for the DataLoader" if summary.data_is_named else "before the forward, most likely for data"
+    what = "waits {} for the DataLoader" if summary.data_is_named else "waits {} before the forward, likely for data"
+    fix = _loader_fix(case, waited_ns)
     rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
+    if (preparing := if_available(lambda: _preparing(case))) is not None:
+        what = f"spends {{}} on preparing its batch in ops, mostly {preparing}"
+        fix = f"do it once before training, or in workers, in the dataset or the collate_fn: {fix}"
     return one_finding(
-        sentence=f"Training waits {case.cost_text(waited_ns)} {what}, on average over the typical steps "
+        sentence=f"Training {what.format(case.cost_text(waited_ns))}, on average over the typical steps "
         f"among {summary.num_clean} clean ones.",
-        fix=_loader_fix(case, waited_ns),
+        fix=fix,
         saving_ns=waited_ns,
         rows=("cpu_data", "idle_data"),
         upper_bound=True,
@@ -103,6 +109,18 @@ def _in_samples(case: Case) -> list[Finding]:
         falsified_by=_CHECK,
         evidence=(Evidence("time by phase", rows),),
     )
+
+
+def _preparing(case: Case) -> str | None:
+    """Return the op with most of the time before the forward, if ops and not a wait fill it on the traced CPU."""
+    if not case.is_on_cpu or case.summary.data_is_named:
+        return None
+    is_before = ~pl.col("phase").cast(pl.String).is_in(TRAINING)
+    ops, _ = ops_of_steps(case)
+    spent = by_name(ops.filter(is_before), case.num_steps)
+    phases = case.linked.steps.phases.filter(is_before)
+    traced_ns = float((phases["end_ns"] - phases["start_ns"]).sum()) / case.num_steps
+    return safe(spent["name"][0], 60) if 2 * float(spent["duration_ns"].sum()) > traced_ns > 0 else None
 
 
 _BETWEEN_FIXES = {
