@@ -97,7 +97,7 @@ def _row(values: Values, line: bytes, number: int) -> Row:
         raise BadRow(f"{where} is not a valid row")
     version = row.get("schema_version", SCHEMA_VERSION)
     if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise BadRow(f"{where} was written by a newer version of stepscope. Use that version")
+        raise BadRow(f"{where} was written by a newer Stepscope. Run `pip install --upgrade stepscope`")
     try:
         check(row, _SCHEMA)
     except NotOfSchema as error:

@@ -42,7 +42,8 @@ def read_memory(path: Path) -> dict[str, Any]:
     version = memory.get("schema_version", 1)
     if not isinstance(version, int) or version > MEMORY_VERSION:
         raise RecordingError(
-            f"{path.name} has schema version {version!r}, but only up to {MEMORY_VERSION} is known: upgrade Stepscope"
+            f"{path.name} has schema version {version!r}, but only up to {MEMORY_VERSION} is known. "
+            "Run `pip install --upgrade stepscope`"
         )
     try:
         check(memory, SCHEMA | ({"device": TEXT} if version >= MEMORY_VERSION else {}))

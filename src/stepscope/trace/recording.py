@@ -153,7 +153,8 @@ def read_facts(folder: Path, warnings: list[str]) -> RecordingFacts:
     version = written["schema_version"]
     if version > SCHEMA_VERSION:
         raise RecordingError(
-            f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
+            f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}. "
+            "Run `pip install --upgrade stepscope`"
         )
     found = fields_that_fit(written, SCHEMA, RECORDING_FILE, warnings)
     trace = found.get("trace") or {}

@@ -137,7 +137,7 @@ SCHEMA: dict[str, Any] = {
         "by_op": [{"op": TEXT, "phase": TEXT, "dtype": TEXT, "recomputed": FLAG, "flops": COUNT}],
         "model_flops_by_dtype": _EACH_COUNT,
         "uncounted": [{"op": TEXT, "num_calls": COUNT, "num_elements?": COUNT}],
-        "weights": [{"num_elements": COUNT, "forward_flops": COUNT, "looked_up": FLAG, "used": FLAG}],
+        "weights": [{"num_elements": COUNT, "forward_flops": COUNT, "looked_up": FLAG, "used?": FLAG}],
         "forward_activation_flops": COUNT,
         "compiled": FLAG,
         "error~": TEXT,

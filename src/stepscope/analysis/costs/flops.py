@@ -86,7 +86,7 @@ def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_to
 
 def _active_share(weight: Mapping[str, Any], num_tokens: int) -> float:
     if not weight["forward_flops"] or not weight["num_elements"]:
-        return 1.0 if weight["used"] else 0.0  # an expert without tokens
+        return 1.0 if weight.get("used", True) else 0.0  # an expert without tokens
     share: float = weight["forward_flops"] / (2 * weight["num_elements"] * num_tokens)
     return min(1.0, share)
 
