@@ -24,18 +24,25 @@ def nest(host: pl.DataFrame) -> pl.DataFrame:
     different origin), an event keeps the parent it starts in, and each moment belongs to the last started event still
     open: `self_ns` of a thread adds up to the time its events cover.
     """
-    names = host.columns
-    order = host.select(
-        pl.arg_sort_by("thread", "start_ns", "duration_ns", "event", descending=[False, False, True, False])
-    ).to_series()
-    rest = host.clone()
+    rest = host.select(pl.exclude("parent", "self_ns"))
     del host
+    by = ("thread", "start_ns", "duration_ns", "event")
+    if fast.is_built():
+        order = fast.order(rest)
+    else:
+        order = rest.select(pl.arg_sort_by(by, descending=[False, False, True, False])).to_series()
     # Column by column, so that not all of them are there twice.
-    ordered = pl.DataFrame([rest.drop_in_place(name)[order] for name in names])
+    ordered = pl.DataFrame([rest.drop_in_place(name).gather(order) for name in by])
+    tree = fast.nest(ordered) if fast.is_built() else _tree(ordered)
+    ordered = ordered.hstack([*(rest.drop_in_place(name).gather(order) for name in rest.columns), *tree])
+    missing = [pl.lit(None, dtype).alias(name) for name, dtype in HOST.schema.items() if name not in ordered.columns]
+    return ordered.with_columns(missing).select(HOST.schema.names())
+
+
+def _tree(ordered: pl.DataFrame) -> tuple[pl.Series, pl.Series]:
+    """Return `parent` and `self_ns` of events by thread and time."""
     end = (ordered["start_ns"] + ordered["duration_ns"]).alias("end_ns")
     places = ordered.select("thread", "start_ns", end)
-    if fast.is_built():
-        return ordered.with_columns(*fast.nest(places)).select(names)
     places = places.with_row_index("row")
     is_small = pl.len().over("thread") < _LARGE
     found = [_by_stack(places.filter(is_small))]
@@ -44,8 +51,7 @@ def nest(host: pl.DataFrame) -> pl.DataFrame:
         found.append(_by_stack(thread) if by_columns is None else by_columns)
     parent = pl.concat(found).sort("row")["parent"]
     overhang = end > end.gather(parent)
-    own = _self_by_sweep(places) if overhang.any() else _self_in_tree(ordered["duration_ns"], parent)
-    return ordered.with_columns(parent, own).select(names)
+    return parent, _self_by_sweep(places) if overhang.any() else _self_in_tree(ordered["duration_ns"], parent)
 
 
 def _by_columns(thread: pl.DataFrame) -> pl.DataFrame | None:
@@ -201,8 +207,10 @@ class Assembler:
 
 
 def _together(table: Table, parts: list[pl.DataFrame]) -> pl.DataFrame:
-    # The host table is sorted, and thus copied, in any case.
-    return pl.concat([table.empty(), *parts], how="diagonal", rechunk=table is not HOST)
+    # The host table is sorted, and thus copied, in any case; that adds columns which no event has.
+    if table is HOST and parts:
+        return pl.concat(parts, how="diagonal", rechunk=False)
+    return pl.concat([table.empty(), *parts], how="diagonal")
 
 
 def _renumbered(frame: pl.DataFrame, numbers: pl.Series) -> pl.DataFrame:

@@ -15,7 +15,7 @@ from stepscope.trace.events import Args, decode_events
 from stepscope.trace.tables import CATEGORIES, COLLECTIVES, COUNTS, HOST, MEMORY, TABLES, THREADS, Table
 from stepscope.trace.values import categories, json_texts, names
 
-_INTERFACE = 1  # the same as in module.c
+_INTERFACE = 2  # the same as in module.c
 
 try:
     from stepscope.trace.fast import _scan  # type: ignore[attr-defined]  # optional
@@ -75,9 +75,16 @@ def is_built() -> bool:
     return _scan is not None
 
 
-def nest(places: pl.DataFrame) -> tuple[pl.Series, pl.Series]:
-    """Return `parent` and `self_ns` of sorted events, given by `thread`, `start_ns` and `end_ns`."""
-    parent, own = _scan.nest(places.__arrow_c_stream__())
+def order(host: pl.DataFrame) -> pl.Series:
+    """Return the rows of events by `thread`, `start_ns`, `duration_ns` (the longest first) and `event`."""
+    columns = host.select("thread", "start_ns", "duration_ns", "event").rechunk()
+    return pl.Series(_Array(_scan.order(columns.__arrow_c_stream__())))
+
+
+def nest(ordered: pl.DataFrame) -> tuple[pl.Series, pl.Series]:
+    """Return `parent` and `self_ns` of events that have this order."""
+    columns = ordered.select("thread", "start_ns", "duration_ns").rechunk()
+    parent, own = _scan.nest(columns.__arrow_c_stream__())
     return pl.Series(_Array(parent)).alias("parent"), pl.Series(_Array(own)).alias("self_ns")
 
 

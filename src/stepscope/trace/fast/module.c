@@ -10,7 +10,7 @@
 #include "nest.h"
 #include "scanner.h"
 
-enum { INTERFACE = 1 }; /* the same as in __init__.py; higher after a change of what they hand each other */
+enum { INTERFACE = 2 }; /* the same as in __init__.py; higher after a change of what they hand each other */
 static const char NAME_OF_CAPSULE[] = "stepscope.trace.fast._scan";
 
 static void free_scanner(PyObject *capsule) {
@@ -288,75 +288,95 @@ static PyObject *finish(PyObject *module, PyObject *capsule) {
 
 /* -- The tree of events ---------------------------------------------------------------------------------------------- */
 
-/* Whether a stream has the columns of `nest` and no others. */
-static bool has_places(struct ArrowArrayStream *stream) {
+/* Takes the first array of a stream, of `num` columns `thread`, `start`, `length` and `event`, without nulls. The stream has
+ * no other: whoever calls has put chunks together. */
+static bool take_rows(PyObject *capsule, int num, struct ArrowArray *array, Rows *rows) {
+    static const char *const FORMATS[] = {"I", "l", "l", "I"};
+    struct ArrowArrayStream *stream = PyCapsule_GetPointer(capsule, "arrow_array_stream");
     struct ArrowSchema schema;
-    if (stream->get_schema(stream, &schema))
+    if (!stream)
         return false;
-    bool is_right = !strcmp(schema.format, "+s") && schema.n_children == 3 && !strcmp(schema.children[0]->format, "I") &&
-                    !strcmp(schema.children[1]->format, "l") && !strcmp(schema.children[2]->format, "l");
-    schema.release(&schema);
+    bool is_right = stream->release && !stream->get_schema(stream, &schema);
+    if (is_right) {
+        is_right = !strcmp(schema.format, "+s") && schema.n_children == num;
+        for (int i = 0; is_right && i < num; i++)
+            is_right = !strcmp(schema.children[i]->format, FORMATS[i]);
+        schema.release(&schema);
+    }
+    if (is_right && !stream->get_next(stream, array) && !array->release)
+        return true; /* no rows */
+    is_right = is_right && array->release && array->n_children == num && array->length < UINT32_MAX;
+    const void *cells[4] = {NULL};
+    for (int i = 0; is_right && i < num; i++) {
+        const struct ArrowArray *child = array->children[i];
+        is_right = child->length >= array->offset + array->length && !(child->null_count && child->buffers[0]);
+        cells[i] = (const char *)child->buffers[1] + (child->offset + array->offset) * (FORMATS[i][0] == 'I' ? 4 : 8);
+    }
+    struct ArrowArray other = {0};
+    if (is_right && (stream->get_next(stream, &other) || other.release)) {
+        is_right = false;
+        if (other.release)
+            other.release(&other);
+    }
+    if (!is_right)
+        PyErr_SetString(PyExc_ValueError, "not columns of numbers in one piece");
+    else
+        *rows = (Rows){.threads = cells[0], .starts = cells[1], .lengths = cells[2], .events = cells[3],
+                       .num = (size_t)array->length};
     return is_right;
 }
 
-/* Takes the rows of one array of the stream; false if it has nulls or there is no memory. */
-static bool nest_array(Nest *nest, const struct ArrowArray *array) {
-    for (int i = 0; i < 3; i++) {
-        const struct ArrowArray *child = array->children[i];
-        if (child->length < array->offset + array->length || (child->null_count > 0 && child->buffers[0]))
-            return false;
+static PyObject *order_of_events(PyObject *module, PyObject *capsule) {
+    struct ArrowArray array = {0};
+    Rows rows = {0};
+    PyObject *result = NULL;
+    if (take_rows(capsule, 4, &array, &rows)) {
+        uint32_t *order = malloc(rows.num * sizeof *order + 1), *room = malloc(rows.num / 2 * sizeof *room + 1);
+        if (order && room) {
+            Py_BEGIN_ALLOW_THREADS
+            for (size_t i = 0; i < rows.num; i++)
+                order[i] = (uint32_t)i;
+            sort_rows(&rows, order, rows.num, room);
+            Py_END_ALLOW_THREADS
+            result = as_arrow("I", rows.num, rows.num, NULL, order);
+        } else {
+            PyErr_NoMemory();
+            free(order);
+        }
+        free(room);
     }
-    if (!array->length)
-        return true;
-#define CELLS(i, type) ((const type *)array->children[i]->buffers[1] + array->children[i]->offset + array->offset)
-    return nest_rows(nest, CELLS(0, uint32_t), CELLS(1, int64_t), CELLS(2, int64_t), (size_t)array->length);
-#undef CELLS
-}
-
-static bool nest_stream(Nest *nest, struct ArrowArrayStream *stream) {
-    for (;;) {
-        struct ArrowArray array = {0};
-        bool is_done;
-        if (stream->get_next(stream, &array))
-            return false;
-        if (!array.release)
-            return true;
-        Py_BEGIN_ALLOW_THREADS
-        is_done = array.n_children == 3 && nest_array(nest, &array);
+    if (array.release)
         array.release(&array);
-        Py_END_ALLOW_THREADS
-        if (!is_done)
-            return false;
-    }
+    return result;
 }
 
 static PyObject *nest_events(PyObject *module, PyObject *capsule) {
-    struct ArrowArrayStream *stream = PyCapsule_GetPointer(capsule, "arrow_array_stream");
-    if (!stream)
-        return NULL;
+    struct ArrowArray array = {0};
+    Rows rows = {0};
     Nest nest = {0};
     PyObject *parents = NULL, *own = NULL, *result = NULL;
-    if (!stream->release || !has_places(stream) || !nest_stream(&nest, stream) || !make_room(&nest, 0)) {
-        PyErr_SetString(PyExc_ValueError, "not three columns of numbers, or more than there is memory for");
-        goto end;
+    if (take_rows(capsule, 3, &array, &rows)) {
+        bool is_done;
+        Py_BEGIN_ALLOW_THREADS
+        is_done = nest_rows(&nest, &rows);
+        Py_END_ALLOW_THREADS
+        if (is_done) {
+            parents = as_arrow("I", rows.num, nest.num_parents, nest.has_parent, nest.parents);
+            own = as_arrow("l", rows.num, rows.num, NULL, nest.own);
+            nest.has_parent = NULL, nest.parents = NULL, nest.own = NULL;
+            if (parents && own)
+                result = PyTuple_Pack(2, parents, own);
+        } else
+            PyErr_NoMemory();
     }
-    advance(&nest, true, 0);
-    for (size_t i = 0; i < nest.num_rows; i++)
-        nest.covered[i] = nest.has_overhang ? (uint64_t)nest.swept[i] : 0 - nest.covered[i];
-    parents = as_arrow("I", nest.num_rows, nest.num_parents, nest.has_parent, nest.parents);
-    own = as_arrow("l", nest.num_rows, nest.num_rows, NULL, nest.covered);
-    nest.has_parent = NULL, nest.parents = NULL, nest.covered = NULL;
-    if (parents && own)
-        result = PyTuple_Pack(2, parents, own);
-end:
     Py_XDECREF(parents);
     Py_XDECREF(own);
     free(nest.parents);
     free(nest.has_parent);
-    free(nest.covered);
-    free(nest.swept);
-    free(nest.tree.opens);
-    free(nest.sweep.opens);
+    free(nest.own);
+    free(nest.stack.opens);
+    if (array.release)
+        array.release(&array);
     return result;
 }
 
@@ -376,7 +396,8 @@ static PyMethodDef METHODS[] = {
      "scan(scanner, text, at, length, piece, largest, num_events) -> (at, is left, num_events, pieces, odd events)"},
     {"undo", undo, METH_O, "undo(scanner): forget the last piece"},
     {"finish", finish, METH_O, "finish(scanner) -> (tables, texts, raws, threads, categories, counts)"},
-    {"nest", nest_events, METH_O, "nest(stream of thread, start, end) -> (parents, own times)"},
+    {"order", order_of_events, METH_O, "order(stream of thread, start, length, event) -> rows by them"},
+    {"nest", nest_events, METH_O, "nest(stream of thread, start, length) -> (parents, own times)"},
     {"trim", trim, METH_NOARGS, "trim(): give free memory back to the system"},
     {NULL, NULL, 0, NULL},
 };
