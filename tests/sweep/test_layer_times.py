@@ -45,9 +45,9 @@ def test_a_layer_has_its_own_time_and_all_of_its_calls(monkeypatch):
 
 def test_of_several_passes_the_median_counts():
     model = Model()
-    sleeps = iter([0.02, 0.0, 0.0])
+    sleeps = iter([1.0, 0.0, 0.0])
     model.embedding.register_forward_hook(lambda *_: time.sleep(next(sleeps)))
 
     found = median_layers_ns(lambda: model(torch.tensor([1])), model, 3, "cpu")
 
-    assert found["embedding"] < 20_000_000 and found.keys() == layers_of(model).keys()
+    assert found["embedding"] < 1_000_000_000 and found.keys() == layers_of(model).keys()

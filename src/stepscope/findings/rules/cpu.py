@@ -93,7 +93,9 @@ def core_waits(case: Case) -> list[Finding]:
     _flags(case)
     waits = case.run.tracks.get("core_wait_share")
     if waits is None or not waits.values:
-        raise Unavailable("The recording does not say how long training waited for a CPU core: only Linux does.")
+        raise Unavailable(
+            "The recording has no readings of how long training waited for a CPU core. Linux has them, in long runs."
+        )
     share = statistics.median(waits.values)
     if share < WORTH_WITHOUT_GPU:
         return []
