@@ -40,7 +40,7 @@ def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     """
     fused = work.filter(pl.col("op").cast(pl.String).is_in(_FUSED))
     is_math = (pl.col("root_op").cast(pl.String) == DISPATCHER) & ~pl.col("root").is_in(fused["root"].implode())
-    rows = []
+    rows, given = [], linked.host.select(COLUMNS)
     for key, part in (("call", fused), ("root", work.filter(is_math))):
         calls = part.group_by(key, maintain_order=True).agg(
             pl.col("event"),
@@ -49,10 +49,8 @@ def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
             pl.col("root").alias("dispatcher").first(),
         )
         for call, events, duration_ns, phase, module, dispatcher in calls.iter_rows():
-            texts = linked.host[call].select("name", "shapes", "dtypes").row(0)
-            rows.append(
-                (call, phase, module, *_facts(*texts), *_causal_and_dense(linked, dispatcher), duration_ns, events)
-            )
+            called = _causal_and_dense(None if dispatcher is None else given.row(dispatcher))
+            rows.append((call, phase, module, *_facts(*given.row(call)[:3]), *called, duration_ns, events))
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row").sort("call")
 
 
@@ -99,13 +97,11 @@ def is_dense(op: str, tensors: Sequence[Operand]) -> bool | None:
     return all(strides[-1] == 1 for strides in known) if known else None
 
 
-def _causal_and_dense(linked: Linked, dispatcher: int | None) -> tuple[bool | None, bool | None]:
-    """Return `is_causal` and `is_dense` as the program called the op."""
-    if dispatcher is None:
+def _causal_and_dense(texts: tuple[Any, ...] | None) -> tuple[bool | None, bool | None]:
+    """Return `is_causal` and `is_dense` as the program called the op, from the texts of its `COLUMNS`."""
+    if texts is None or texts[0] != DISPATCHER:
         return None, None
-    name, shapes, dtypes, strides, inputs = linked.host[dispatcher].select(COLUMNS).row(0)
-    if name != DISPATCHER:
-        return None, None
+    name, shapes, dtypes, strides, inputs = texts
     values = argument_values(inputs)
     is_causal = None if values is None or len(values) < 6 else values[5] == "True"
     return is_causal, is_dense(name, operands(shapes, dtypes, strides))
@@ -129,9 +125,12 @@ def handwritten_attention(sized: pl.DataFrame) -> pl.DataFrame:
     product takes the result; all work on tensors of that shape belongs to it. `flops` and `peak_dtype` are those of
     products, else null. `is_mask` marks ops that apply a mask.
     """
+    read = sized.select(
+        "event", "op", "root_op", "phase", "duration_ns", "flops", "peak_dtype", "shape", "shapes", "dtypes"
+    )
     rows = [
         row
-        for row in sized.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
+        for row in read.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
         if row["shape"] and row["root_op"] != DISPATCHER and row["phase"] != "optimizer"
     ]
     found: list[dict[str, Any]] = []

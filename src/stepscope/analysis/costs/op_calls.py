@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,17 +25,17 @@ class NotKnown(Exception):
     """The trace does not contain what a formula needs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tensor:
     shape: tuple[int, ...]
     dtype: str | None
     strides: tuple[int, ...] | None = None
 
-    @property
+    @cached_property  # a trace repeats a few tensors thousands of times
     def num_elements(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int | None:
         """Bytes of memory behind the tensor; broadcast or overlapping elements count once."""
         if self.dtype not in ITEM_BYTES:

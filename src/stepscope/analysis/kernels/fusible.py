@@ -31,10 +31,13 @@ def logits(sized: pl.DataFrame) -> pl.DataFrame:
     They are found where a product creates tokens × vocabulary and a log-softmax has as many elements. `item_bytes` is
     the product's dtype size, `is_product` marks products of the last layer, `is_loss` kernels of the log-softmax.
     """
+    read = sized.filter(pl.col("kind") == "kernel").select(
+        "event", "op", "name", "phase", "duration_ns", "shape", "shapes", "dtypes"
+    )
     rows = [
         row
-        for row in sized.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
-        if row["shape"] and row["kind"] == "kernel" and row["phase"] != "optimizer"
+        for row in read.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
+        if row["shape"] and row["phase"] != "optimizer"
     ]
     in_loss = {
         (prod(row["shape"]), row["shape"][-1])
@@ -80,6 +83,12 @@ _SEGMENTS = {
 }  # fmt: skip
 
 
+_READ = (
+    "device", "stream", "phase", "step", "event", "kind", "name", "class", "op", "root_op", "call", "call_flops",
+    "bytes", "duration_ns", "is_compiled", *COLUMNS[1:],
+)  # fmt: skip
+
+
 def segments(work: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     """Return GPU work between two products, attentions or transfers of a stream and phase, by time; `others` are
     events that end a segment.
@@ -90,7 +99,7 @@ def segments(work: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     even if compiled: `norm_bytes` are those of their ops. `unknown_ns` is the time of ops with unknown tensors.
     """
     ends = set(others)
-    order = work.sort("device", "stream", "start_ns", "event")
+    order = work.sort("device", "stream", "start_ns", "event").select(_READ)
     order = order.with_columns(pl.col(pl.Categorical).cast(pl.String), pl.col("class").cast(pl.String))
     found = [
         _segment(list(rows))
@@ -122,11 +131,12 @@ def _numbered(rows: Iterator[dict[str, Any]], ends: set[int]) -> Iterator[dict[s
     """Return each row with the number of its `segment`, None for work that ends one."""
     number, last = 0, None
     for row in rows:
-        place = tuple(row[key] for key in ("device", "stream", "phase", "step"))
+        place = (row["device"], row["stream"], row["phase"], row["step"])
         is_part = row["event"] not in ends and _is_fusible(row)
         number += place != last or not is_part
         last = place
-        yield {**row, "segment": number if is_part else None}
+        row["segment"] = number if is_part else None
+        yield row
 
 
 def _segment(rows: list[dict[str, Any]]) -> tuple[Any, ...] | None:
@@ -151,7 +161,8 @@ def _segment(rows: list[dict[str, Any]]) -> tuple[Any, ...] | None:
         moved, in_norms = moved + own_bytes, in_norms + own_bytes * is_norm
         num_read: Counter[int] = Counter()
         for tensor in reads:
-            largest = max(largest, (tensor.num_elements, list(tensor.shape), tensor.dtype), key=lambda one: one[0])
+            if tensor.num_elements > largest[0]:
+                largest = (tensor.num_elements, list(tensor.shape), tensor.dtype)
             num_read[tensor.num_elements] += 1
             if num_read[tensor.num_elements] > present[tensor.num_elements]:
                 present[tensor.num_elements] += 1

@@ -29,6 +29,10 @@ _PRODUCTS = {
     "flops": pl.Int64(), "bytes": pl.Int64(), "peak_dtype": pl.String(), "duration_ns": pl.Int64(),
     "event": pl.Int64(), "has_work_before": pl.Boolean(), "has_attention_before": pl.Boolean(),
 }  # fmt: skip
+_READ = (
+    "root", "step", "phase", "op", "flops", "bytes", "peak_dtype", "duration_ns", "event", "class", "shapes",
+    "dtypes", "root_op", "name",
+)  # fmt: skip
 _LEAST_REPEATS = 4
 _MOST_IN_LOOP = 3  # products per expert: up, gate and down
 _MOST_ALIKE = 0.25
@@ -50,7 +54,7 @@ def tiled_products(work: pl.DataFrame) -> pl.DataFrame:
     """
     rows: list[dict[str, Any]] = []
     other, attention = False, False
-    ordered = work.sort("device", "stream", "start_ns")
+    ordered = work.sort("device", "stream", "start_ns").select(_READ)
     for row in ordered.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True):
         attention |= str(row["class"]).startswith("attention")
         sizes = product(row["op"], operands(row["shapes"], row["dtypes"])) if row["flops"] else None

@@ -9,6 +9,7 @@ from stepscope.analysis.kernels.copies import COPYING, FILLING
 from stepscope.analysis.memory.account import BEFORE_THE_WINDOW
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import NO_ROW, climb, is_named, matches, outermost, python_callers
+from stepscope.analysis.structure.once import once
 from stepscope.border import limit
 from stepscope.errors import Unavailable
 
@@ -59,12 +60,14 @@ class MemorySummary:
         return plain | {f"at_peak_by_{name}": at_peak_by(self, name).to_dicts() for name in ("op", "module", "phase")}
 
 
+@once
 def memory_summary(linked: Linked) -> tuple[MemorySummary, ...]:
     """Return one summary per device with `[memory]` events, the largest peak first."""
     summaries = [_summary(linked, *device) for device in memory_devices(linked)]
     return tuple(sorted(summaries, key=lambda summary: -summary.peak_allocated_bytes))
 
 
+@once
 def memory_devices(linked: Linked) -> list[tuple[int, int]]:
     """Return type (a key of `DEVICE_TYPES`, or another) and index of each device with `[memory]` events.
 
@@ -112,6 +115,7 @@ def at_peak_by(summary: MemorySummary, column: str) -> pl.DataFrame:
     )
 
 
+@once
 def main_memory(linked: Linked) -> tuple[MemorySummary, pl.DataFrame] | None:
     """Return the device with the highest peak, preferring a GPU, and all its events in order; None without events.
 
@@ -225,11 +229,18 @@ def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, has_addresses
 
 def _op_names(linked: Linked, ops: pl.Series) -> pl.Series:
     """Return the names of the ops that needed the memory, from the rows of the allocating ops."""
+    around, is_copying = _needed_by(linked)
+    ops = outermost(linked.host, climb(ops, around), is_copying)
+    names: pl.Series = linked.host["name"].gather(ops).cast(pl.String)
+    return names
+
+
+@once
+def _needed_by(linked: Linked) -> tuple[pl.Series, pl.Series]:
+    """Return the op around each op that only allocates, and which ops copy or fill for another."""
     host = linked.host
     around = host["op"].gather(host["parent"]).zip_with(is_named(host, ALLOCATING).fill_null(False), NO_ROW)
-    ops = outermost(host, climb(ops, around), is_named(host, COPYING | FILLING))
-    names: pl.Series = host["name"].gather(ops).cast(pl.String)
-    return names
+    return around, is_named(host, COPYING | FILLING)
 
 
 def _thinned(points: pl.DataFrame, max_points: int) -> pl.DataFrame:
@@ -253,6 +264,7 @@ def _type_name(device_type: int) -> str:
     return DEVICE_TYPES.get(device_type, str(device_type))
 
 
+@once
 def allocator_calls(linked: Linked) -> pl.DataFrame:
     """Return calls that allocate from the driver or return memory to it, by time, without nested ones."""
     host = linked.host

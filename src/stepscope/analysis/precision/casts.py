@@ -39,7 +39,8 @@ def casts(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     rows = []
     copies = work.filter(pl.col("op").cast(pl.String) == "aten::copy_", pl.col("kind") == "kernel")
     copies = copies.filter(pl.col("call").is_not_null()).sort("start_ns")
-    copies = copies.with_columns(
+    copies = copies.select(
+        *("event", "step", "phase", "duration_ns", "shapes", "dtypes"),
         *(host[name].gather(copies["call"]) for name in ("start_ns", "end_ns")),
         pl.col("root_op").cast(pl.String),
         host["shapes"].gather(copies["root"]).cast(pl.String).alias("root_shapes"),

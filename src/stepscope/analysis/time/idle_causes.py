@@ -5,6 +5,7 @@ import polars as pl
 from stepscope.analysis.structure.intervals import complement, last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import matches
+from stepscope.analysis.structure.once import once
 
 CAUSES = {
     "launch": "The host was inside an op or a launch, and the GPU waited for the next kernel: launch-bound.",
@@ -40,6 +41,7 @@ _LONGEST_NS = 2**62
 PLANNING_NS = 1_000_000  # ops and launches take the host microseconds; from a millisecond on, they do something else
 
 
+@once
 def idle_gaps(linked: Linked) -> pl.DataFrame:
     """Return every GPU idle stretch cut by cause: `gap`, `start_ns`, `end_ns`, `cause`.
 

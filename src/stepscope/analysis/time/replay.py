@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from statistics import median, median_low
+from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.structure.intervals import covered_before, length_ns, spans, union
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import matches
+from stepscope.analysis.structure.once import once
 from stepscope.analysis.time.idle_causes import ALLOCATING, PLANNING_NS
 from stepscope.analysis.time.syncs import syncs
 
@@ -145,7 +147,8 @@ class Replay:
         allocating = host.filter(host["kind"].is_in(["runtime", "driver"]) & matches(host["name"], ALLOCATING))
         self._allocating_ns = int(allocating.filter(inside, length < PLANNING_NS).select(length.sum()).item())
         written = host["start_ns"].filter(host["kind"].is_in(["op", "runtime", "driver", "python"])).sort()
-        counts = written.search_sorted(pl.Series([time for time, _, _ in ticks], dtype=pl.Int64), side="right")
+        times = pl.Series([time for time, _, _ in ticks], dtype=pl.Int64)
+        counts = written.search_sorted(times, side="right").to_list()
         self._ticks = [
             _Tick(time, kind, call, max(0, after - before))
             for (time, kind, call), before, after in zip(ticks, [counts[0], *counts], counts)
@@ -248,6 +251,7 @@ class Replay:
         totals = (end_ns - self.start_ns, max(done_ns - self._busy_before, host_ns), device_ns, host_ns)
         return Replayed(*(ns / self.num_steps for ns in totals))
 
+    @once
     def host_stretches(self) -> pl.DataFrame:
         """Return host time by tick: `start_ns`, `end_ns`, and the `call` that ends it (null at the window's end),
         without waits."""
@@ -279,14 +283,17 @@ class Replay:
         return pl.DataFrame(rows, schema=dict.fromkeys(("time", "last", "since", "num"), pl.Int64), orient="row")
 
     @cached_property
-    def _deeds(self) -> list[tuple[int | None, int | None, int | None, list[int]]]:
-        """What each tick does: the call that waits and its stream; the work that must start; the work launched."""
-        deeds: list[tuple[int | None, int | None, int | None, list[int]]] = []
+    def _deeds(self) -> list[tuple[int | None, int | None, int | None, list[tuple[Any, ...]]]]:
+        """What each tick does: the call that waits and its stream; the work that must start; the work launched, with
+        its lane, stream, holder, pause and latency."""
+        deeds: list[tuple[int | None, int | None, int | None, list[tuple[Any, ...]]]] = []
+        facts = list(zip(range(len(self._lane)), self._lane, self._stream, self._holder, self._pause, self._latency))
         for tick in self._ticks:
             is_wait = tick.kind == _RETURN and tick.call in self._waits
             room = self._room(tick.call) if tick.kind == _RETURN and not is_wait else None
             waits = (tick.call, self._waits[tick.call][1]) if is_wait else (None, None)
-            deeds.append((*waits, room, self._work.get(tick.call, []) if tick.kind == _START else []))
+            work = self._work.get(tick.call, []) if tick.kind == _START else []
+            deeds.append((*waits, room, [facts[i] for i in work]))
         return deeds
 
     @cached_property
@@ -299,7 +306,8 @@ class Replay:
         own: pl.Series = (time - since).cast(pl.Float64)
         if change.host is not None and change.host.height:
             share = 1 - change.host["factor"]
-            own -= covered_before(change.host, time, share) - covered_before(change.host, since, share)
+            covered = covered_before(change.host, pl.concat([time, since]), share)
+            own -= covered.head(len(own)) - covered.tail(len(own))
         if change.profiler_ns_per_event:
             written = num.cast(pl.Float64) * change.profiler_ns_per_event * own / (time - last)
             least, rest = own * _LEAST_SHARE, own - written
@@ -314,15 +322,8 @@ class Replay:
                 durations[self._place[event]] = float(ns)
         starts, ends = [0.0] * len(durations), [0.0] * len(durations)
         lane_end = dict.fromkeys(self._lane, float(self.start_ns))
-        stream_end: dict[int | None, float] = {}
+        stream_end = dict.fromkeys(self._stream, 0.0)
         last_end = now = host_ns = float(self.start_ns)
-        lanes, streams, pauses, latencies, holders = (
-            self._lane,
-            self._stream,
-            self._pause,
-            self._latency,
-            self._holder,
-        )
         for own, (call, stream, room, work) in zip(self._own_ns(change), self._deeds):
             if call is not None and call not in change.unwaited:
                 now = max(now, last_end if stream is None else stream_end.get(stream, 0.0))
@@ -330,22 +331,20 @@ class Replay:
                 now = max(now, starts[room])
             now += own
             host_ns += own
-            for i in work:
-                lane, stream, holder = lanes[i], streams[i], holders[i]
+            for i, lane, stream, holder, pause, latency in work:
                 start = lane_end[lane]
                 if i in gone:
                     starts[i] = ends[i] = start
                     continue
-                start += pauses[i]
-                launched = now + latencies[i]
-                if launched > start:
-                    start = launched
-                held = 0.0 if holder is None else ends[holder] + self._starts[i] - self._ends[holder]
-                if held > start:
-                    start = held
+                start += pause
+                if now + latency > start:
+                    start = now + latency
+                if holder is not None:
+                    start = max(start, ends[holder] + self._starts[i] - self._ends[holder])
                 end = start + durations[i]
-                starts[i], ends[i], lane_end[lane] = start, end, end
-                if end > stream_end.get(stream, 0.0):
+                starts[i] = start
+                ends[i] = lane_end[lane] = end
+                if end > stream_end[stream]:
                     stream_end[stream] = end
                 if end > last_end:
                     last_end = end

@@ -8,6 +8,7 @@ from stepscope.analysis.kernels.copies import direction
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import is_aten_op, outermost, with_answers
+from stepscope.analysis.structure.once import once
 
 KINDS = {
     "host_wait": "The host waited for the device.",
@@ -29,6 +30,7 @@ _COLUMNS = (
 _HOST_WAIT_BY_DRIVER = r"(?i)(stream|context|event) sync"
 
 
+@once
 def syncs(linked: Linked) -> pl.DataFrame:
     """Return every synchronization, by time.
 

@@ -8,6 +8,7 @@ from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.product_loops import product_loops, tiled_products
+from stepscope.analysis.structure.once import once
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import plural, whole_percent
 
@@ -23,6 +24,7 @@ _SCHEMA = pl.Schema(
 )  # fmt: skip
 
 
+@once
 def gemm_calls(case: Case) -> pl.DataFrame:
     """Return matrix products outside attention whose FLOPs are known, one row per call.
 
@@ -49,6 +51,12 @@ def gemm_calls(case: Case) -> pl.DataFrame:
         pl.Series("alignment_bytes", [alignment for alignment, _ in found], pl.Int64),
         pl.Series("odd_sizes", [sizes for _, sizes in found], pl.List(pl.Int64)),
     ).select(_SCHEMA.names())
+
+
+@once
+def products_of(case: Case) -> pl.DataFrame:
+    """Return products of two matrices by time (`analysis/kernels/product_loops.py`)."""
+    return tiled_products(case.work)
 
 
 def by_shape(case: Case, calls: pl.DataFrame) -> list[dict[str, Any]]:
@@ -176,7 +184,7 @@ def small_gemms(case: Case) -> list[Finding]:
     launches.
     """
     case.with_shapes()
-    products = tiled_products(case.work)
+    products = products_of(case)
     turns = product_loops(case.work, products)
     if turns.is_empty():
         return []

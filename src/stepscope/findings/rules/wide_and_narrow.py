@@ -8,9 +8,9 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, gemm_ns
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, op_tensors, operands
-from stepscope.analysis.kernels.product_loops import tiled_products
 from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, rule
 from stepscope.findings.rules.cpu import by_name, ops_of_steps
+from stepscope.findings.rules.matrix_products import products_of
 from stepscope.formatting import plural, size, whole_percent
 from stepscope.session.case import WORTH_WITHOUT_GPU
 
@@ -142,7 +142,7 @@ def split_products(case: Case) -> list[Finding]:
 
 def _runs(case: Case) -> list[list[dict[str, Any]]]:
     """Return runs of narrow forward products with the same input."""
-    products = {row["event"]: row for row in tiled_products(case.work).iter_rows(named=True)}
+    products = {row["event"]: row for row in products_of(case).iter_rows(named=True)}
     runs: list[list[dict[str, Any]]] = []
     open_run: list[dict[str, Any]] = []
     forward = case.sized.filter(pl.col("phase").cast(pl.String) == "forward").sort("start_ns", "event")
@@ -234,7 +234,7 @@ def product_order(case: Case) -> list[Finding]:
 
 def _pairs(case: Case) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
     """Return forward products of which the second takes the first one's result, and the FLOPs that are left."""
-    products = {row["event"]: row for row in tiled_products(case.work).iter_rows(named=True)}
+    products = {row["event"]: row for row in products_of(case).iter_rows(named=True)}
     forward = case.sized.filter(pl.col("phase").cast(pl.String) == "forward").sort("start_ns", "event")
     found = []
     last: dict[str, Any] | None = None
