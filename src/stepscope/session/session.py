@@ -179,9 +179,9 @@ class Session:
         # Reading releases the interpreter and importing needs little else: this saves 0.15 s.
         Thread(target=import_module, args=("stepscope.analysis.ranks.rank_account",), daemon=True).start()
         for opened in traces:
-            from stepscope.analysis.ranks.rank_account import account
+            from stepscope.analysis.ranks.rank_account import last_account
 
-            accounts.add(account(opened.trace, opened.rank, step))
+            accounts.add(last_account(opened.trace, opened.rank, step))
             del opened  # before the next is read
         return accounts.analysis()
 

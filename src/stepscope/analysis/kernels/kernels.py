@@ -78,7 +78,9 @@ def launches(linked: Linked) -> dict[str, float | int | None]:
     its launch (clocks differ) has latency zero and is counted in `num_before_launch`.
     """
     device = linked.device
-    kernels = device.filter(device["kind"] == "kernel")
+    kernels = device.select("launch", "launch_start_ns", "start_ns", "end_ns", "step").filter(
+        device["kind"] == "kernel"
+    )
     launched = kernels.filter(pl.col("launch").is_not_null())
     raw = launched["start_ns"] - launched["launch_start_ns"]
     depth = _queue_depths(launched)
@@ -103,14 +105,15 @@ def _queue_depths(launched: pl.DataFrame) -> pl.Series:
     issued = launched["launch_start_ns"].sort()
     # Clock differences can make a kernel end before its launch: it counts as unfinished until then.
     finished = launched.select(pl.max_horizontal("end_ns", pl.col("launch_start_ns") + 1)).to_series().sort()
-    before = pl.Series(range(len(issued)), dtype=pl.Int64)
+    before = pl.int_range(len(issued), eager=True)
     depths: pl.Series = before - finished.search_sorted(issued, side="right").cast(pl.Int64)
     return depths.clip(0)
 
 
 def queue_depth_over_time(linked: Linked, num_points: int = 100) -> pl.DataFrame:
     """Return launched and unfinished kernels at evenly spaced moments: `time_ns`, `depth`."""
-    launched = linked.device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
+    launched = linked.device.select("kind", "launch", "launch_start_ns", "end_ns")
+    launched = launched.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
     if launched.is_empty():
         return pl.DataFrame(schema={"time_ns": pl.Int64, "depth": pl.Int64})
     first, last = int(launched["launch_start_ns"].min()), int(launched["end_ns"].max())  # type: ignore[arg-type]

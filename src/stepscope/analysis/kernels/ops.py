@@ -4,7 +4,7 @@ import polars as pl
 
 from stepscope.analysis.memory.module_tree import ancestors, starred
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import NO_ROW, ancestor
+from stepscope.analysis.structure.nesting import ancestor
 
 _FIGURES = (
     "num_calls", "host_self_ns", "host_total_ns", "device_self_ns", "device_forward_ns", "device_backward_ns",
@@ -25,12 +25,12 @@ def ops(linked: Linked) -> pl.DataFrame:
     calls = host.select("self_ns", inner.alias("op")).filter(~is_op).drop_nulls("op")
     inside = calls.group_by("op").agg(pl.col("self_ns").sum())
     own_ns = host["self_ns"].scatter(inside["op"], inside["self_ns"] + host["self_ns"].gather(inside["op"]))
-    end = _subtree_ends(host)
-    calls = host.select("name", "duration_ns", own_ns.alias("own_ns"), _device_ns(linked, end), end, "row")
+    calls = host.select("name", "duration_ns", own_ns.alias("own_ns"), _subtree_ends(host), "row").filter(is_op)
+    del own_ns, inside, inner
+    calls = calls.with_columns(_device_ns(linked, calls))
     is_outermost = (pl.col("end").cum_max().shift(1) <= pl.col("row")).over("name").fill_null(True)
     by_name = (
-        calls.filter(is_op)
-        .with_columns(pl.col("duration_ns", "device_ns") * is_outermost.cast(pl.Int64))
+        calls.with_columns(pl.col("duration_ns", "device_ns") * is_outermost.cast(pl.Int64))
         .group_by("name")
         .agg(
             pl.len().cast(pl.Int64).alias("num_calls"),
@@ -62,7 +62,7 @@ def modules(linked: Linked) -> pl.DataFrame:
         pl.col("duration_ns").filter(is_backward).sum().alias("backward_ns"),
         pl.col("duration_ns").sum().alias("device_self_ns"),
     )
-    inside = linked.host.filter(pl.col("module").is_not_null())
+    inside = linked.host.select("module", "self_ns").filter(pl.col("module").is_not_null())
     host = inside.group_by("module").agg(pl.col("self_ns").sum().alias("host_self_ns"))
     calls = linked.modules.calls.group_by("module").agg(pl.len().cast(pl.Int64).alias("num_calls"))
     table = (
@@ -90,19 +90,22 @@ def module_groups(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _subtree_ends(host: pl.DataFrame) -> pl.Series:
-    """Return the row that ends each event's subtree: its next sibling's, or that of an event around it."""
-    by_parent = host.select("parent", "row").sort("parent", "row")
-    is_next = by_parent["parent"].eq_missing(by_parent["parent"].shift(-1))
-    next_row = by_parent["row"].shift(-1).zip_with(is_next, NO_ROW)
-    sibling = by_parent["row"].clear(host.height).scatter(by_parent["row"], next_row)
-    return sibling.gather(ancestor(host, sibling.is_not_null())).fill_null(host.height).alias("end")
+    """Return the row that ends each event's subtree: the next after the last one in it."""
+    inner = host.select("parent", "row").filter(host["parent"].is_not_null())
+    # Events follow their parent, so the last child is written last; without children it is the event itself.
+    last: pl.Series = host["row"].clone().scatter(inner["parent"], inner["row"])
+    while not (further := last.gather(last)).equals(last):
+        last = further
+    end: pl.Series = last + 1
+    return end.alias("end")
 
 
-def _device_ns(linked: Linked, end: pl.Series) -> pl.Series:
-    """Return the GPU work launched anywhere inside each event, which ends before row `end`."""
-    work = linked.device.filter(pl.col("op").is_not_null()).group_by("op").agg(pl.col("duration_ns").sum())
-    before = pl.zeros(len(end) + 1, pl.Int64, eager=True).scatter(work["op"] + 1, work["duration_ns"]).cum_sum()
-    inside: pl.Series = before.gather(end) - before.head(len(end))
+def _device_ns(linked: Linked, calls: pl.DataFrame) -> pl.Series:
+    """Return the GPU work launched anywhere inside some events, each from `row` to before row `end`."""
+    work = linked.device.select("op", "duration_ns").drop_nulls("op").group_by("op").agg(pl.col("duration_ns").sum())
+    before = pl.zeros(linked.host.height + 1, pl.Int64, eager=True)
+    before = before.scatter(work["op"] + 1, work["duration_ns"]).cum_sum()
+    inside: pl.Series = before.gather(calls["end"]) - before.gather(calls["row"])
     return inside.alias("device_ns")
 
 

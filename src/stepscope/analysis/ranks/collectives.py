@@ -104,7 +104,7 @@ def collectives(linked: Linked) -> pl.DataFrame:
     kernels = device.filter(pl.col("activity") == "communication").sort("start_ns", "event").with_row_index("kernel")
     if kernels.is_empty():
         return pl.DataFrame(schema=SCHEMA)
-    compute = union(spans(device.filter(pl.col("activity") == "compute")))
+    compute = union(spans(device, pl.col("activity") == "compute"))
     facts = _collective_facts(linked, kernels)
     world_size = pl.lit(linked.trace.facts.world_size, pl.Int64)
     table = kernels.with_columns(_exposed(kernels, compute)).join(

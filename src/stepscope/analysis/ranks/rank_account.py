@@ -76,6 +76,21 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
     return account_of(link(trace), rank, step)
 
 
+def last_account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
+    """Return the account of a trace that nobody else needs: it loses the columns that only links are made of."""
+    linked = link(trace)
+    if step is None:
+        of_links = ("external_id", "record_function", "sequence", "forward_thread", "stack", "graph", "graph_node")
+        of_kernels = ("grid", "block", "registers_per_thread", "shared_memory_bytes", "occupancy_percent")
+        for table in (trace.host, linked.host, linked.device):
+            for name in {*of_links, *of_kernels} & set(table.columns):
+                table.drop_in_place(name)
+        for table in (trace.device, trace.memory):  # the links have these in another order
+            for name in table.columns:
+                table.drop_in_place(name)
+    return account_of(linked, rank, step)
+
+
 def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccount:
     trace = linked.trace
     if step is not None:
@@ -196,7 +211,7 @@ def step_table(linked: Linked) -> pl.DataFrame:
     lasted."""
     steps = linked.steps.table
     length = pl.col("end_ns") - pl.col("start_ns")
-    launched = linked.device.filter(pl.col("kind") == "kernel").group_by("step")
+    launched = linked.device.select("step").filter(linked.device["kind"] == "kernel").group_by("step")
     busy = sweep({"busy": spans(linked.device), "within": steps}, cuts=steps["start_ns"]).filter("busy", "within")
     owned = busy.join_asof(steps.select("step", "start_ns"), on="start_ns", check_sortedness=False).group_by("step")
     table = steps.select("step", "start_ns", length.alias("duration_ns"))

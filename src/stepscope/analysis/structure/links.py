@@ -150,7 +150,9 @@ def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
     ordered = device.sort("start_ns", "event").with_columns(end).with_row_index("row")
     if calls["correlation"].n_unique() < calls.height:
         calls = calls.sort("launch_start_ns").unique("correlation", keep="first", maintain_order=True)
-    linked = ordered.join(calls, on="correlation", how="left", maintain_order="left")
+    launches = ordered.select("correlation").join(calls, on="correlation", how="left", maintain_order="left")
+    linked = ordered.hstack(launches.drop("correlation"))
+    del ordered, launches, calls
     op = host["op"].gather(linked["launch"])
     named = _by_external_id(host, linked.filter(op.is_null()).select("row", "external_id"))
     op = op.scatter(named["row"], named["op"])

@@ -65,9 +65,14 @@ def outermost(host: pl.DataFrame, rows: pl.Series, is_passed: pl.Series) -> pl.S
 
 def last_started(host: pl.DataFrame, threads: pl.Series, times_ns: pl.Series) -> pl.Series:
     """Return the last event of a thread that started by each time, or null."""
-    asked = pl.DataFrame({"thread": threads, "time_ns": times_ns}).with_row_index("place").sort("time_ns")
-    begun = host.select("thread", pl.col("start_ns").alias("time_ns"), "row").sort("time_ns", maintain_order=True)
-    return asked.join_asof(begun, on="time_ns", by="thread", check_sortedness=False).sort("place")["row"]
+    asked = pl.DataFrame({"thread": threads, "time_ns": times_ns}).with_row_index("place").drop_nulls()
+    last: pl.Series = NO_ROW.new_from_index(0, len(threads))
+    for part in asked.partition_by("thread"):
+        # The table is by thread and time.
+        first, end = (host["thread"].search_sorted(part["thread"][0], side=side) for side in ("left", "right"))
+        num = host["start_ns"].slice(first, end - first).search_sorted(part["time_ns"], side="right")
+        last = last.scatter(part["place"], (num + first).zip_with(num > 0, NO_ROW) - 1)
+    return last.alias("row")
 
 
 def innermost_open(host: pl.DataFrame, rows: pl.Series, times_ns: pl.Series) -> pl.Series:

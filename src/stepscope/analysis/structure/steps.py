@@ -52,7 +52,8 @@ class Steps:
 
 
 def find_steps(host: pl.DataFrame) -> Steps:
-    annotations = host.filter(pl.col("kind") == "annotation").with_columns(pl.col("name").cast(pl.String))
+    annotations = host.select("kind", "name", "thread", "start_ns", "duration_ns", "end_ns", "parent")
+    annotations = annotations.filter(pl.col("kind") == "annotation").with_columns(pl.col("name").cast(pl.String))
     main = _main_thread(host, annotations)
     is_main_op = (host["kind"] == "op") & (host["thread"] == (_NO_THREAD if main is None else main))
     backward = _bursts(host, is_main_op)

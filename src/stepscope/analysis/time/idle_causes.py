@@ -34,6 +34,7 @@ _NAMES = {
     "other_ranks": r"(?i:^(c10d::|gloo:|nccl:barrier|nccl:.*wait|mpi:|ncclComm|ncclGroupEnd))",
 }
 
+_CAPTURE = r"^(cuda|hip)Stream(Begin|End)Capture"
 _WORK = ["op", "runtime", "driver"]
 _CAUSE: pl.DataType = pl.Enum(list(CAUSES))
 _GAPS = pl.Schema([("gap", pl.UInt32()), ("start_ns", pl.Int64()), ("end_ns", pl.Int64()), ("cause", _CAUSE)])
@@ -81,10 +82,11 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
 def with_next_work(gaps: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     """Return gaps with the event that ended each: of those that start with its end, one with a known launch."""
     ending = (
-        device.filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
+        device.select("start_ns", "launch", "launch_start_ns", "step", "name")
+        .filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
         .sort("launch_start_ns", nulls_last=True, maintain_order=True)
         .unique("start_ns", keep="first")
-        .select(pl.col("start_ns").alias("end_ns"), "launch", "launch_start_ns", "step", "name")
+        .rename({"start_ns": "end_ns"})
     )
     return gaps.join(ending, on="end_ns", how="left", maintain_order="left")
 
@@ -108,18 +110,22 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
         cut = pl.col("start_ns", "end_ns").clip(low_ns, high_ns)
         return spans.join(shifts, on="thread", maintain_order="left").with_columns(cut + pl.col("shift_ns"))
 
-    threads = linked.host.filter(linked.host["thread"].is_in(numbers.implode()))
-    host = threads.filter(pl.col("end_ns") > low_ns, pl.col("start_ns") < high_ns)
-    special = host.filter(matches(host["name"], "|".join(_NAMES.values())))
+    # Only columns that are needed, of rows that are: these may be most events of a trace.
     span = ("thread", "start_ns", "end_ns")
+    every = linked.host.select(*span, "row", "kind", "name", "parent", "self_ns")
+    is_on_thread = every["thread"].is_in(numbers.implode())
+    is_meanwhile = is_on_thread & (every["end_ns"] > low_ns) & (every["start_ns"] < high_ns)
+    special = every.filter(is_meanwhile & matches(every["name"], "|".join(_NAMES.values())))
     sets = {cause: special.filter(matches(special["name"], name)).select(span) for cause, name in _NAMES.items()}
-    sets["compile"] = pl.concat([sets["compile"], _captures(threads), _planning(linked, host)])
-    main = pl.lit(linked.steps.main_thread, host.schema["thread"]).alias("thread")
+    captures = _captures(every.filter(is_on_thread & matches(every["name"], _CAPTURE)))
+    slow = every.filter(is_meanwhile & (every["self_ns"] >= PLANNING_NS))
+    sets["compile"] = pl.concat([sets["compile"], captures, _planning(linked, slow)])
+    main = pl.lit(linked.steps.main_thread, every.schema["thread"]).alias("thread")
     sets["data"] = linked.steps.phases.filter(pl.col("phase") == "data").select(main, "start_ns", "end_ns")
     # Events inside an op do not add to the time it covers.
-    parent_end = linked.host["end_ns"].gather(host["parent"])
-    is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
-    sets["launch"] = host.filter(host["kind"].is_in(_WORK) & ~is_inside.fill_null(False)).select(span)
+    is_work = every["kind"].is_in(_WORK)
+    is_inside = is_work.gather(every["parent"]) & (every["end_ns"] <= every["end_ns"].gather(every["parent"]))
+    sets["launch"] = every.select(span).filter(is_meanwhile & is_work & ~is_inside.fill_null(False))
     stretches = sweep({"late": on_axis(late), **{name: on_axis(found) for name, found in sets.items()}})
     cause = last_covering(("launch", "data", "other_ranks", "compile", "allocator", "synchronization"), "python")
     found = stretches.filter("late").select("start_ns", "end_ns", cause.alias("cause")).sort("start_ns")
@@ -130,8 +136,8 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
 
 def _captures(host: pl.DataFrame) -> pl.DataFrame:
     """Return graph captures from begin to end, by `thread`; launches in between are recorded, not run."""
-    begins = host.filter(matches(host["name"], r"^(cuda|hip)StreamBeginCapture")).sort("start_ns")
-    ends = host.filter(matches(host["name"], r"^(cuda|hip)StreamEndCapture")).sort("start_ns")
+    begins = host.filter(matches(host["name"], r"StreamBeginCapture")).sort("start_ns")
+    ends = host.filter(matches(host["name"], r"StreamEndCapture")).sort("start_ns")
     return (
         begins.select("thread", "start_ns")
         .join_asof(
@@ -146,13 +152,12 @@ def _captures(host: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
-    """Return slow ops and calls that launch kernels, with nothing inside that explains their time.
+def _planning(linked: Linked, long: pl.DataFrame) -> pl.DataFrame:
+    """Return those of slow ops and calls that launch kernels, with nothing inside that explains their time.
 
     Copies and graph launches are excluded: their time grows with size.
     """
-    long = host.filter(pl.col("self_ns") >= PLANNING_NS)
-    kernels = linked.device.filter(pl.col("kind") == "kernel")["launch"]
+    kernels = linked.device["launch"].filter(linked.device["kind"] == "kernel")
     launching = pl.concat([linked.device["op"], kernels]).drop_nulls()
     is_other = matches(long["name"], rf"GraphLaunch|{_NAMES['synchronization']}|{_NAMES['allocator']}")
     planned = long.filter(~is_other & long["row"].is_in(launching.implode()))

@@ -7,7 +7,7 @@ import polars as pl
 from stepscope.analysis.kernels.copies import direction
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import is_aten_op, outermost, with_answers
+from stepscope.analysis.structure.nesting import is_aten_op, matches, outermost, with_answers
 from stepscope.analysis.structure.once import once
 
 KINDS = {
@@ -74,12 +74,17 @@ def syncs_summary(syncs: pl.DataFrame, num_steps: int) -> pl.DataFrame:
 def _host_calls(linked: Linked) -> pl.DataFrame:
     """Return host calls that synchronize or that the driver reported, with `wait_on_stream` if known."""
     host = linked.host
-    calls = host.filter(pl.col("kind").is_in(["runtime", "driver"]))
-    calls = with_answers(calls, ["name"], _sort, {"sort": pl.String()})
     is_reported = (pl.col("correlation") > 0) & pl.col("correlation").is_in(
         linked.trace.syncs["correlation"].drop_nulls().implode()
     )
-    calls = calls.filter(pl.col("sort").is_not_null() | is_reported)
+    # Only columns that are needed, of rows that are: calls may be most events of a trace.
+    calls = host.select(
+        *("row", "event", "name", "thread", "op", "module", "step", "phase"),
+        *("start_ns", "duration_ns", "end_ns", "correlation"),
+    )
+    is_call = host["kind"].is_in(["runtime", "driver"])
+    calls = calls.filter(is_call & (matches(host["name"], "|".join(_CALLS.values())) | is_reported))
+    calls = with_answers(calls, ["name"], _sort, {"sort": pl.String()})
     calls = calls.join(_copies(linked), on="row", how="left", maintain_order="left")
     is_copy = pl.col("sort").is_in(["waiting_copy", "copy"])
     # The driver makes the host wait for copies to pageable memory, and from it unless they fit into a small buffer.
@@ -190,14 +195,16 @@ def _host_waits(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
 def _stream_waits(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
     """Return what each waiting stream waited for, by `event`: the last work on the other stream before the event was
     recorded. It waits from the end of its own last work, or from the call."""
-    records = linked.host.filter(
+    records = linked.host.select(
+        "kind", pl.col("correlation").alias("wait_on_correlation"), pl.col("start_ns").alias("recorded_ns")
+    ).filter(
         pl.col("kind").is_in(["runtime", "driver"]),
-        pl.col("correlation").is_in(calls["wait_on_correlation"].drop_nulls().implode()),
-    ).select(pl.col("correlation").alias("wait_on_correlation"), pl.col("start_ns").alias("recorded_ns"))
+        pl.col("wait_on_correlation").is_in(calls["wait_on_correlation"].drop_nulls().implode()),
+    )
     waiting = (
         calls.filter(pl.col("kind") == "stream_wait", pl.col("wait_on_stream").is_not_null())
         .select("event", "device", "stream", "wait_on_stream", "wait_on_correlation", "start_ns")
-        .join(records.unique("wait_on_correlation"), on="wait_on_correlation")
+        .join(records.drop("kind").unique("wait_on_correlation"), on="wait_on_correlation")
     )
     work = linked.device.select("device", "stream", "issued_ns", "name", "end_ns").filter(waiting.height > 0)
     work = work.sort("issued_ns")
