@@ -21,11 +21,11 @@ from stepscope.planner.hardware import (
     Hardware,
     hardware_of,
     hidden,
-    host_temporary_bytes,
     kept_workspaces,
     temporary_bytes,
     unknown_bytes,
 )
+from stepscope.planner.host_kernels import HostKernels
 from stepscope.planner.parallel import Parallel
 from stepscope.planner.step_of_rank import ranks_of, step_of
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
@@ -152,6 +152,8 @@ def trace(
         mode = DatalessMode(dispatch.device, dispatch.kernels, recorder.after_op)
     else:
         mode = sharding.dataless_mode(dispatch.kernels)
+    if hardware is None:
+        mode.shapes.ask = recorder.host_kernels.outputs
     padding = None if known_device is None else Padding(known_device, run["dtype"] == "tf32")
     compiler = Compiler(hardware, mode, recorder.after_op, padding)
     with dispatch, compiler, sharding or nullcontext(), ExitStack() as hooks:
@@ -218,7 +220,8 @@ class _Recorder:
         self._hooks: list[Any] = []
         self.stepped: set[int] = set()
         """The ids of the parameter groups stepped in this step: a wrapper shares those of its inner optimizer."""
-        self.unseen: dict[str, str] = {}
+        self.host_kernels = HostKernels()
+        self.unseen = self.host_kernels.unknown
         self.unknown_bytes = 0
         self._met: set[Any] = set()
         self.storages = Storages(self._current_phase, is_capped=False)
@@ -272,7 +275,7 @@ class _Recorder:
         return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def after_op(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the outputs of an op, and the memory that a CUDA device uses for it besides."""
+        """Record the outputs of an op, and the memory that the device uses for it besides."""
         assert self._ledger is not None
         in_backward = backward_runs()
         if in_backward and not self._in_backward:
@@ -280,14 +283,14 @@ class _Recorder:
         self._in_backward = in_backward
         self._ledger.saw(func, args, kwargs, out)
         name = func.name().replace("::", ".").partition(".")[2]
-        if func not in self._met or func in TRANSFORMS:
-            self._met.add(func)
-            if (why := hidden(func, args, self._hardware is None)) is not None:
-                self.unseen[name] = why
         if self._hardware is None:
-            for size in host_temporary_bytes(func, args):
+            if size := self.host_kernels.scratch_bytes(func, args, kwargs):
                 self.storages.gave_back(self.storages.took(size, name, TEMPORARY, self._current_phase(), "cpu"))
             return
+        if func not in self._met or func in TRANSFORMS:
+            self._met.add(func)
+            if (why := hidden(func, args)) is not None:
+                self.unseen[name] = why
         self.unknown_bytes = max(self.unknown_bytes, unknown_bytes(func, args, out))
         # One workspace per handle, and one handle per thread: autograd's backward runs in another thread.
         for library, size in kept_workspaces(func, args, self._hardware).items():

@@ -121,7 +121,6 @@ ROWS_PER_THREAD = 10  # of a segment of equal indices in the backward of an embe
 LONGEST_TRANSFORM = 32768  # that one cuFFT kernel handles without a workspace
 LARGEST_FACTOR = 127  # of a length that cuFFT transforms factor by factor
 LONGEST_SMALL_SORT = 4096  # rows up to this length are sorted in place
-LARGEST_PLAIN_PRODUCT = 16**3  # multiplications of a bfloat16 product that PyTorch does without oneDNN
 FEW_INDICES = 3072  # that the backward of an embedding handles without sorting
 
 
@@ -139,27 +138,6 @@ def temporary_bytes(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> li
     return [rule(func, args, kwargs, hardware)] if rule is not None else []
 
 
-def host_temporary_bytes(func: Any, args: Any) -> list[int]:
-    """Return the sizes of an op's scratch memory on this machine's CPU.
-
-    If the CPU has AVX-512 but no bfloat16 products, oneDNN sums them in a float32 matrix per thread.
-    """
-    if func not in GEMMS or args[-1].dtype is not torch.bfloat16 or not _sums_bfloat16_in_float32():
-        return []
-    first, second = args[-2:]
-    (rows, inner), columns = first.shape[-2:], second.shape[-1]
-    num_matrices = first.numel() // max(1, rows * inner)
-    if num_matrices * rows * inner * columns <= LARGEST_PLAIN_PRODUCT:
-        return []
-    num_sums = min(num_matrices, torch.get_num_threads()) * 64 * -(-rows * columns // 64)
-    return [4 * num_sums + 128]  # aligned
-
-
-def _sums_bfloat16_in_float32() -> bool:
-    has_products: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not has_products()
-
-
 def kept_workspaces(func: Any, args: Any, hardware: Hardware) -> dict[str, int]:
     """Return, by library, the bytes that its handle allocates at its first call and keeps."""
     if func not in GEMMS:
@@ -168,17 +146,17 @@ def kept_workspaces(func: Any, args: Any, hardware: Hardware) -> dict[str, int]:
     return {"cuBLAS": hardware.workspace_bytes, **({"cuBLASLt": LIGHT_WORKSPACE_BYTES} if has_bias else {})}
 
 
-def hidden(func: Any, args: Any = (), is_cpu: bool = False) -> str | None:
-    """Return why an op's memory on a CUDA device, or on a CPU, is not fully known; None if it is.
+def hidden(func: Any, args: Any = ()) -> str | None:
+    """Return why an op's memory on a CUDA device is not fully known; None if it is.
 
     >>> hidden(aten.convolution.default)
     "cuDNN's workspace is not counted"
     """
-    if func in TRANSFORMS and not is_cpu:
+    if func in TRANSFORMS:
         lengths = [args[0].shape[dim] for dim in args[1]]
         return None if all(map(_is_smooth, lengths)) else f"cuFFT's workspace for lengths {lengths} is not counted"
     name = func._schema.name.partition("::")[2]
-    return next((why for part, why in (_HIDDEN_ON_CPU if is_cpu else _HIDDEN).items() if part in name), None)
+    return next((why for part, why in _HIDDEN.items() if part in name), None)
 
 
 def unknown_bytes(func: Any, args: Any, out: Any) -> int:
@@ -207,10 +185,6 @@ _HIDDEN = {
     "flex_attention": "the scratch memory of its kernels is not counted",
     "ctc_loss": "cuDNN's workspace is not counted",
 }  # by a part of the op's name
-_HIDDEN_ON_CPU = {
-    "convolution": "oneDNN's workspace is not counted",
-    "mkldnn_rnn_layer": "oneDNN's workspace is not counted: about 15 times the output, kept for backward",
-}
 
 
 def _reduction(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:

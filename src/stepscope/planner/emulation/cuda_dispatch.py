@@ -12,7 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from stepscope.errors import UsageError
 from stepscope.planner.emulation import attention_backend as attention
 from stepscope.planner.emulation import autocast, cuda_calls
 from stepscope.planner.emulation.device_moves import DeviceMoves
-from stepscope.planner.emulation.planned_tensor import CPU, CUDA, assume, users_place
+from stepscope.planner.emulation.planned_tensor import CPU, CUDA, InPlaceSums, PlannedTensor, assume, users_place
 from stepscope.planner.emulation.torch_support import launching_nothing
 
 aten = torch.ops.aten
@@ -54,7 +54,10 @@ class CudaDispatch:
         self._facts = facts or Device("NVIDIA", {}, 80 << 30, 1, "", compute_capability=compute_capability)
         self.unseen: dict[str, str] = {}  # what is not planned the way it would run, and why
         attend = attention.kernel(compute_capability if self._is_cuda else None)
-        self.kernels: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: attend}
+        self.kernels: dict[Any, Callable[..., Any]] = {
+            aten.scaled_dot_product_attention.default: attend,
+            aten.linear.default: _linear,
+        }
         if self._is_cuda:
             self.kernels |= {
                 aten.dropout.default: _dropout,
@@ -181,6 +184,11 @@ class _Reader(_SingleProcessDataLoaderIter):  # type: ignore[misc]  # torch is n
 def _step_in_any_case(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     assume("the gradient scaler finds no infinity, so no step is skipped")
     return optimizer.step(*args, **kwargs)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    with InPlaceSums() if type(x) is PlannedTensor else nullcontext():  # adds the bias
+        return aten.linear.default.decompose(x, weight, bias)
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:

@@ -4,6 +4,8 @@ A planned tensor wraps a meta tensor. `DatalessMode` unwraps arguments, runs the
 tensors made from Python numbers (`torch.tensor`) stay real: they are on the host in a training script too.
 """
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,7 +30,16 @@ from stepscope.planner.emulation.ops import (
     without_data,
     wrapped,
 )
-from stepscope.planner.emulation.planned_tensor import HOST, META, DataNeeded, PlannedTensor, made_before, users_place
+from stepscope.planner.emulation.planned_tensor import (
+    HOST,
+    META,
+    DataNeeded,
+    InPlaceSums,
+    PlannedTensor,
+    made_before,
+    made_by,
+    users_place,
+)
 from stepscope.planner.emulation.torch_support import launching_nothing
 from stepscope.recorder.ledger.nodes import backward_runs
 from stepscope.recorder.values import tensors_in
@@ -62,7 +73,8 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
     ) -> None:
         super().__init__()
         self._device, self._kernels, self._after_op = device, kernels, after_op
-        self._shapes = Shapes()
+        self.shapes = Shapes()
+        _num_references_of_engine()  # before the program's own backward
         self._zeros: weakref.ref[PlannedTensor] | None = None  # the last op's output, if it is zeros
         self.unseen: dict[str, str] = {}  # ops that hide their allocations, and why
         self.assumptions: set[str] = set()  # assumptions where only data could decide
@@ -116,6 +128,8 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
                 return func(*inner_args, **inner_kwargs)
         if kind.is_sum and _is_engine_sum(args):
             return args[0]
+        if kind.is_sum and InPlaceSums.depth and _is_only_reference(args[0]):
+            return PlannedTensor(args[0]._stepscope_inner, device)
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _is_formula():
             return self._dispatched(IN_PLACE[func], args, kwargs)
         if kind.body is not None and (found := self._run_body(func, kind.body, args, kwargs)) is not NotImplemented:
@@ -129,7 +143,7 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
                     f"a size that depends on values ({func.__name__})",
                     "torch.where and masked_fill keep sizes, or give every part a fixed capacity",
                 )
-        out = self._shapes.run(func, kind, inner_args, inner_kwargs)
+        out = self.shapes.run(func, kind, inner_args, inner_kwargs)
         if kind.changes_shape:
             with self:
                 torch.Tensor.data.__set__(args[0], PlannedTensor(args[0]._stepscope_inner, device))
@@ -214,11 +228,61 @@ def _is_engine_sum(args: Any) -> bool:
 
     For a plain tensor it adds in place, but for a subclass it makes a new tensor.
     """
-    if not _is_formula() or torch._C._current_autograd_node() is not None or len(args) != 2:
+    if not _is_formula() or len(args) != 2 or not _is_engines_call():
         return False
     first, second = args
     if not type(first) is type(second) is PlannedTensor:
         return False
-    if first.shape != second.shape or first.dtype is not second.dtype:
+    if first.shape != second.shape or first.dtype is not second.dtype or not _is_dense(first):
         return False
-    return bool(torch._C._storage_Use_Count(first._stepscope_inner.untyped_storage()._cdata) <= 2)
+    if first._use_count() > _num_references_of_engine():
+        return False
+    node = torch._C._current_autograd_node()  # None in a sum before torch 2.13
+    if node is not None and made_by(node) == first._stepscope_made_by:
+        # A formula adds what it has made itself. The engine does so only for a node with two gradients for one input.
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        if len(set(edges)) == len(edges):
+            return False
+    return _is_only_reference(first)
+
+
+def _is_only_reference(tensor: PlannedTensor) -> bool:
+    """Return whether no other tensor has this one's memory. Asking for its storage makes a second reference."""
+    return bool(torch._C._storage_Use_Count(tensor._stepscope_inner.untyped_storage()._cdata) <= 2)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie next to each other, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_engines_call() -> bool:
+    """Return whether no Python of a hook or of an `autograd.Function` is between the engine and this package."""
+    frame = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("stepscope.planner.emulation."):
+        frame = frame.f_back  # type: ignore[assignment]  # it has none at the end
+    return frame is not None and frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
+@functools.cache
+def _num_references_of_engine() -> int:
+    """Return how many references a gradient has that only the engine has, when a dispatch mode sees it added."""
+    found: list[int] = []
+
+    class Observer(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is aten.add.Tensor:
+                found.append(args[0]._use_count())
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), torch.enable_grad():
+        number = torch.ones((), requires_grad=True)
+        total = number.sin() * number.cos()
+        with Observer():
+            total.backward()
+    return found[0]

@@ -110,10 +110,10 @@ class Sharding(Ranks):
         if func.namespace == "fsdp":
             if func._opname == "all_gather_copy_in":
                 storages.own(out, COMMUNICATION, OUTSIDE)
-            elif func._opname == "chunk_cat":
-                storages.own(args[0], UNSHARDED_GRADIENT, OUTSIDE)
-                storages.own((kwargs["out"],), COMMUNICATION, OUTSIDE)
-            return
+            if func._opname != "chunk_cat":
+                return
+            storages.own(args[0], UNSHARDED_GRADIENT, OUTSIDE)
+            storages.own((kwargs["out"],), COMMUNICATION, OUTSIDE)
         num_known = len(storages.allocations)
         self._after_op(func, args, kwargs, out)
         if self._streams.current:

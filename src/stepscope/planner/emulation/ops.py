@@ -172,10 +172,14 @@ if hasattr(aten, "_grouped_mm"):  # torch 2.8 and later. Its meta kernel support
 
 
 class Shapes:
-    """Runs ops on meta tensors. Those that make new tensors are slow in Python, so their shapes are cached."""
+    """Runs ops on meta tensors. Those that make new tensors are slow in Python, so their shapes are cached.
+
+    `ask(func, args, kwargs)` may return meta tensors like an op's outputs, or NotImplemented.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Any, Any] = {}
+        self.ask: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: NotImplemented
 
     def run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
         if kind.only_writes:
@@ -185,10 +189,11 @@ class Shapes:
         try:
             if not kind.is_new or kwargs:
                 return SHAPES.get(func, func)(*args, **kwargs)
-            key = (func, *map(_look, args))
+            key = (func, *map(look, args))
             if key in self._seen:
                 return meta_like(self._seen[key])
-            out = SHAPES.get(func, func)(*args)
+            if (out := self.ask(func, args, kwargs)) is NotImplemented:
+                out = SHAPES.get(func, func)(*args)
         except NotImplementedError as error:
             raise DataNeeded(
                 f"the op {func}, whose output shape is unknown unless it runs",
@@ -200,10 +205,10 @@ class Shapes:
         return out
 
 
-def _look(value: Any) -> Any:
+def look(value: Any) -> Any:
     """Return what decides the shapes of new tensors about an argument."""
     if isinstance(value, torch.Tensor):
         return (*value.shape, *value.stride(), value.dtype, value.is_meta)
     if isinstance(value, list | tuple):
-        return (type(value), *map(_look, value))
+        return (type(value), *map(look, value))
     return (type(value), str(value))

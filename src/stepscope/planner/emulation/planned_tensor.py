@@ -103,6 +103,7 @@ class PlannedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not type ch
     _stepscope_device: torch.device
     _stepscope_value: torch.Tensor | None = None
     _stepscope_is_over: bool = False
+    _stepscope_made_by: int | None = None  # the node of the backward
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> PlannedTensor:
@@ -116,6 +117,7 @@ class PlannedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not type ch
             device=HOST if device is HOST else CPU,
         )
         planned._stepscope_inner, planned._stepscope_device = inner, device
+        planned._stepscope_made_by = made_by(torch._C._current_autograd_node())
         return planned  # type: ignore[no-any-return]  # torch is not type checked here
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -263,6 +265,23 @@ class PlannedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not type ch
 
     def __repr__(self) -> str:
         return f"PlannedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class InPlaceSums:
+    """While active, PyTorch adds in place to what its own code has made, as it does unless a tensor is a subclass."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        InPlaceSums.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        InPlaceSums.depth -= 1
+
+
+def made_by(node: Any) -> int | None:
+    """Return the number of a node of the backward; None outside one."""
+    return None if node is None else int(node._sequence_nr())
 
 
 def value_of(tensor: PlannedTensor) -> torch.Tensor | None:
