@@ -106,7 +106,7 @@ def core_waits(case: Case) -> list[Finding]:
         "DataLoader workers, run on the same cores. Every time in this recording is longer for it.",
         fix="top  # end what else runs, wait for it, or start fewer workers; then record again",
         saving_ns=share * (case.step_ns if ledger is None else ledger.step_ns),
-        rows=("slow_steps", "cpu_products", "cpu_ops", "cpu_python", "cpu_outside"),
+        rows=("slow_steps", "cpu_products", "cpu_ops"),  # time without any op may be a sleep
         upper_bound=True,
         derived="the kernel's count of the time in which the training thread was ready and no core was free",
         confidence="high",
