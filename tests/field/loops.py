@@ -87,7 +87,9 @@ BETWEEN = (
         step_ms_at_least=2.0,
         in_make_test=True,
     ),
-    Case("between/prefetch", 200, 8, between=("data",), step_ms_at_least=9.0, in_make_test=True),
+    # Ten milliseconds; but after a stall on a busy machine, up to 32 of the 130 steps or more that count have their
+    # batch ready.
+    Case("between/prefetch", 200, 8, between=("data",), step_ms_at_least=7.5, in_make_test=True),
     Case("between/epochs", 52, 100 / 13, between=("evaluation",), period=13, per_step_may_miss_share=0.05),
     Case(
         "between/periodic_sleep",
