@@ -12,6 +12,7 @@ from recorded_cases import recorded, run_script
 
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.document.findings import findings_part
+from stepscope.document.whole_run import WholeRun
 from stepscope.errors import Unavailable
 from stepscope.findings.diagnose import diagnose
 from stepscope.findings.rules.cpu import cpu_float32, cpu_threads, outside_passes, small_cpu_ops
@@ -181,6 +182,8 @@ def test_training_that_waits_for_a_core(tmp_path, share, num):
     found = other_process(case)
 
     assert [one.saving_ns for one in found] == [pytest.approx(share * 10 * MS)] * num
+    on_the_card = [fact.title for fact in WholeRun.of(open_session(tmp_path, use_cache=False)).facts()]
+    assert on_the_card.count("CPU cores") == num
 
 
 def test_products_in_float32_on_a_cpu_with_bfloat16(tmp_path):

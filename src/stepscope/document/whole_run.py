@@ -15,6 +15,7 @@ from stepscope.session import Session
 from stepscope.session.goodput import goodput_of, job_of
 
 _MOST_LOSSES = 4
+_LEAST_WAIT = 0.05
 _LEAST_LOSS = 0.001  # of the wall-clock time
 
 
@@ -25,12 +26,14 @@ class WholeRun:
     findings: tuple[Finding, ...]
     price_per_hour: float | None
     peak: tuple[str, str] | None = None  # the most memory that the whole run used, and when; null if unknown
+    core_wait_share: float | None = None  # of the time, in which training waited for a CPU core; null if unknown
 
     @classmethod
     def of(cls, session: Session, price_per_hour: float | None = None) -> "WholeRun":
         run = session.run
         found = goodput_of(session), job_of(session), tuple(findings_over_time(run))
-        return cls(*found, price_per_hour, _peak_texts(run, session.recording.facts.get("memory") or {}))
+        peak = _peak_texts(run, session.recording.facts.get("memory") or {})
+        return cls(*found, price_per_hour, peak, run.core_wait_share)
 
     def to_json(self) -> dict[str, Any]:
         cost = None
@@ -41,6 +44,7 @@ class WholeRun:
             "goodput": None if self.goodput is None else asdict(self.goodput),
             "job": None if self.job is None else asdict(self.job),
             "cost": cost,
+            "core_wait_share": self.core_wait_share,
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -50,6 +54,9 @@ class WholeRun:
             yield Fact("goodput", *_share_texts(self.goodput))
         if self.peak is not None:
             yield Fact("peak memory", *self.peak)
+        if self.core_wait_share is not None and self.core_wait_share >= _LEAST_WAIT:
+            waits = f"training waits for one {percent(self.core_wait_share)} of the time"
+            yield Fact("CPU cores", waits, "others run on them: on an idle machine, times are shorter")
         if self.job is not None:
             text, detail = _share_texts(self.job)
             yield Fact("job", f"{plural(self.job.num_runs, 'recording')}, {text}", detail)

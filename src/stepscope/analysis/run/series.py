@@ -81,6 +81,12 @@ class Run:
     """Whether the last process has said so; one that was killed has not."""
 
     @property
+    def core_wait_share(self) -> float | None:
+        """The share of time in which training waited for a CPU core, as a rule; None if it was not read."""
+        track = self.tracks.get("core_wait_share")
+        return median(track.values) if track is not None and track.values else None
+
+    @property
     def num_steps(self) -> int:
         return sum(block.num_steps for block in self.blocks)
 

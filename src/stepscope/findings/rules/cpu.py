@@ -1,6 +1,5 @@
 """Rules about training on a CPU: threads, precision, small ops, work beside the training itself."""
 
-import statistics
 from typing import Any
 
 import polars as pl
@@ -91,14 +90,13 @@ def cpu_float32(case: Case) -> list[Finding]:
 def core_waits(case: Case) -> list[Finding]:
     """Return the finding of `other_process` for a recording on a CPU."""
     _flags(case)
-    waits = case.run.tracks.get("core_wait_share")
-    if waits is None or not waits.values:
+    if (share := case.run.core_wait_share) is None:
         raise Unavailable(
             "The recording has no readings of how long training waited for a CPU core. Linux has them, in long runs."
         )
-    share = statistics.median(waits.values)
     if share < WORTH_WITHOUT_GPU:
         return []
+    waits = case.run.tracks["core_wait_share"]
     ledger = if_available(lambda: case.ledger)
     row = {"wait_share": share, "num_readings": len(waits.values), "highest_share": max(waits.values)}
     return one_finding(
