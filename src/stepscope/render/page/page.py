@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import importlib.util
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ _TIMELINE = ("timeline_data.js", "timeline_draw.js", "timeline_details.js", "tim
 def page_of(report: Document, is_framed: bool = False) -> str:
     """Return the page; in a frame of another page, without the list of sections beside them."""
     body = _Body(report)
+    pool = ThreadPoolExecutor(1)
+    packing = pool.submit(lambda: _packed(_plotly()))  # beside the rest, which needs Python: this does not
+    pool.shutdown(wait=False)
     sections = "".join(body.section(section) for section in report.sections)
     sources = ["".join(map(_asset, names)) for names in (_SCRIPTS, _TIMELINE)]
     scripts = [_asset("early.js"), *(f'(() => {{\n"use strict";\n{source}}})();' for source in sources)]
@@ -50,7 +54,7 @@ def page_of(report: Document, is_framed: bool = False) -> str:
         f'<script type="application/json" id="data">{_json(body.data)}</script>\n',
         *body.blobs,
         f"<script>{scripts[2]}</script>\n",
-        f'<script type="application/octet-stream" id="plotly-blob">{_packed(plotly)}</script>\n' if plotly else "",
+        f'<script type="application/octet-stream" id="plotly-blob">{packing.result()}</script>\n' if plotly else "",
         "</body></html>\n",
     ])  # fmt: skip
 
