@@ -63,12 +63,16 @@ class Card(Shown):
         ledger, lacks = _ledger(session) if with_ledger else (None, ())
         processes = processes_of(session)
         summary = _of_all_ranks(summary, processes)
+        whole_run = WholeRun.of(session, price_per_hour)
+        # With a history, goodput is that of the whole run, as `watch` shows it, and not of the loop alone.
+        has_history = (recording.folder / HISTORY_FILE).is_file()
+        measured = [fact for fact in figures(recording, summary) if fact.title != "goodput" or not has_history]
         return cls(
             recording=recording,
             summary=summary,
             verdict=verdict(recording, summary),
             run=tuple(_run(recording)),
-            figures=tuple(figures(recording, summary)),
+            figures=(*measured, *whole_run.facts(has_history)),
             measurement=(
                 *_steps(recording, summary),
                 *_processes(processes),
@@ -76,13 +80,8 @@ class Card(Shown):
                 *lacks,
             ),
             ledger=ledger,
-            whole_run=WholeRun.of(session, price_per_hour),
+            whole_run=whole_run,
         )
-
-    @property
-    def has_history(self) -> bool:
-        """Whether the recording says when its process began."""
-        return (self.recording.folder / HISTORY_FILE).is_file()
 
     def to_json(self) -> dict[str, Any]:
         """Return the card as one JSON object; docs/card.md lists its fields."""
@@ -107,10 +106,8 @@ def card_document(card: Card) -> Document:
     has_trace = (card.recording.facts.get("trace") or {}).get("file")
     diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
     last = Fact("recording", str(shown)), Fact("next", f"{diagnose}stepscope report {shlex.quote(str(shown))} --open")
-    whole = [] if card.whole_run is None else card.whole_run.facts(card.has_history)
-    # With a history, goodput is that of the whole run, as `watch` shows it, and not of the loop alone.
-    figures = [fact for fact in card.figures if fact.title != "goodput" or not card.has_history]
-    parts: list[Part] = [Facts((*card.run, *figures, *whole))]
+    problems = () if card.whole_run is None else card.whole_run.problems
+    parts: list[Part] = [Facts((*card.run, *card.figures, *problems))]
     if summary.rows:
         title, names = f"where a step goes ({how_split(summary)})", [row.name for row in summary.rows]
         series = (Series("step", [row.ns for row in summary.rows]),)

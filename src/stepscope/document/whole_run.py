@@ -48,8 +48,12 @@ class WholeRun:
             "findings": [finding.to_json() for finding in self.findings],
         }
 
+    @property
+    def problems(self) -> tuple[Fact, ...]:
+        return tuple(Fact(finding.id, finding.sentence) for finding in self.findings)
+
     def facts(self, is_whole: bool = True) -> Iterator[Fact]:
-        """Yield its time, its cost and its findings; without `is_whole`, only what was asked for and is wrong."""
+        """Yield its time, its memory and its cost; without `is_whole`, its time is unknown."""
         if self.goodput is not None and is_whole:
             yield Fact("goodput", *_share_texts(self.goodput))
         if self.peak is not None:
@@ -64,8 +68,6 @@ class WholeRun:
             unit, price = paid.cost_per_million(self.price_per_hour)
             hours = f"{significant(self.price_per_hour)} per hour for {span(paid.wall_ns)}"
             yield Fact("cost", f"{significant(price)} per million {unit}", hours)
-        for finding in self.findings:
-            yield Fact(finding.id, finding.sentence)
 
 
 def _share_texts(found: Goodput) -> tuple[str, str]:

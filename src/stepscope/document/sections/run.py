@@ -35,7 +35,7 @@ def parts(session: Session, price_per_hour: float | None = None) -> tuple[Part, 
         raise Unavailable("the recording has no history of its run: record it again with this version of Stepscope")
     whole = WholeRun.of(session, price_per_hour)
     marks = tuple(_marks(run))
-    found: list[Part] = [Facts(tuple(whole.facts()))]
+    found: list[Part] = [Facts((*whole.facts(), *whole.problems))]
     found += [goodput_bars(whole.job or whole.goodput)] if whole.goodput is not None else []
     found += [*_step_time(run, marks), *_areas(run, marks), *_throughput(run, marks), *_loss(run, marks)]
     found += _tracks(run, marks)
