@@ -74,4 +74,4 @@ def need_torch() -> None:
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
-        raise MissingDependencyError("PyTorch is not installed: pip install torch (a CPU build is enough)")
+        raise MissingDependencyError("PyTorch is not installed, and a CPU build is enough: `pip install torch`")

@@ -94,6 +94,20 @@ def test_text_without_torch_says_what_to_install_and_what_to_run(run):
     assert f"  peaks   no peak known for {cpu_name()!r}: run stepscope doctor --measure" in lines
 
 
+def test_what_does_not_work_names_the_next_step(run, tmp_path):
+    cache = tmp_path / "open to all"
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STEPSCOPE_CACHE", str(cache))
+        report = json.loads(run("--json", torch=False).stdout)
+    without = {each["what"]: each["next"] for each in report["abilities"] if not each["works"]}
+
+    assert without["measure a script on the CPU"] == "`pip install torch`"
+    assert all(without.values()) and len(without) < len(report["abilities"])
+    assert len(report["repaired"]) == 1 and cache.stat().st_mode & 0o777 == 0o700
+
+
 def test_measuring_without_torch_is_one_line(run):
     finished = run("--measure", torch=False)
 

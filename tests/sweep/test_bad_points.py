@@ -174,7 +174,10 @@ def test_a_device_that_is_not_there_is_skipped(rows_of):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     (row,) = rows_of("build", "device=cuda")
-    assert (row["status"], row["reason"]) == ("skipped", "no CUDA device found")
+    assert (row["status"], row["reason"]) == (
+        "skipped",
+        "no CUDA device found: use --device cpu, or run `stepscope doctor`",
+    )
 
 
 def test_a_loop_of_ones_own_is_timed_as_it_is(rows_of):

@@ -55,8 +55,8 @@ def bad(**fields: Any) -> dict[str, Any]:
     [
         ([], "no list of allocations"),
         ({"allocations": {}}, "no list of allocations"),
-        (bad(schema_version=3), "upgrade Stepscope"),
-        (bad(schema_version="2"), "upgrade Stepscope"),
+        (bad(schema_version=3), "pip install --upgrade"),
+        (bad(schema_version="2"), "pip install --upgrade"),
         (bad(device=None), "device is not a text"),
         (bad(num_dropped=-1), "num_dropped is not a count"),
         (bad(allocations=[7]), r"allocations\[0\] is not an object"),

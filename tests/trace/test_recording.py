@@ -187,7 +187,9 @@ def test_no_folder_no_recording_and_a_newer_one_are_told_apart(tmp_path):
     with pytest.raises(RecordingError):
         read_recording(tmp_path / "file")
     folder = write_recording(tmp_path / "run", cpu_facts(schema_version=2), [])
-    with pytest.raises(RecordingError, match="schema version 2, but this Stepscope reads up to 1: upgrade Stepscope"):
+    with pytest.raises(
+        RecordingError, match=r"schema version 2, but this Stepscope reads up to 1\. Run `pip install --upgrade"
+    ):
         read_recording(folder)
 
 

@@ -3,6 +3,9 @@
 Prints the versions, each device with its dense peaks and where they come from, whether GPU
 counters (NVML) can be read, and the ceilings measured here before. Works without torch.
 
+Says for each kind of measurement whether it works here, and what to type if it does not. A
+cache folder that other users can write to, which Stepscope would refuse, is repaired.
+
 --measure runs matrix products and copies for some seconds on each kind of GPU, or on the CPU
 if torch finds no GPU, and keeps the result for later recordings.
 
@@ -14,6 +17,8 @@ if torch finds no GPU, and keeps the result for later recordings.
              for a GPU that the driver shows and torch does not use; peaks is {flops by dtype,
              bandwidth_bytes_per_s, source, note} or null; ceilings is {matmul_flops by dtype,
              copy_bytes_per_s, measured_at, torch_version} or null
+  abilities  [{what, works, next}]: next is what to do if it does not work, else null
+  repaired   what was repaired, as texts
 
 examples:
   stepscope doctor
@@ -21,18 +26,23 @@ examples:
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import platform
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from stepscope import devices
 from stepscope.errors import MissingDependencyError
 from stepscope.recorder.machine.cpu import cpu_name
 from stepscope.recorder.machine.nvml import Nvml, NvmlUnavailable
+from stepscope.user_cache import cache_folder, own_folder
 from stepscope.version import __version__
 
 INSTALL_TORCH = "pip install torch"
@@ -72,9 +82,51 @@ def main(arguments: argparse.Namespace) -> int:
         "nvml": nvml,
         "nvml_problem": nvml_problem,
         "devices": found,
+        "abilities": list(_abilities(torch, nvml_problem)),
+        "repaired": _repair(),
     }
     print(json.dumps(report, indent=1) if arguments.json else "\n".join(_lines(report)))
     return 0
+
+
+def _abilities(torch: Any, nvml_problem: str | None) -> Iterator[dict[str, Any]]:
+    """Yield what can be done here; with `next`, what would make it work."""
+    on_gpu = torch is not None and torch.cuda.is_available()
+    install = f"`{INSTALL_TORCH}`"
+    gpu = "needs a GPU and its PyTorch. `stepscope analyze TRACE` reads what another machine measured"
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    for what, works, following in (
+        ("read recordings and traces", _has("polars") and _has("msgspec"), "`pip install stepscope`"),
+        ("write the report's page", _has("plotly"), "`pip install stepscope`"),
+        ("write charts as PNG", _has("matplotlib"), "`pip install 'stepscope[png]'`"),
+        ("measure a script on the CPU", torch is not None, install),
+        ("measure GPU time and memory", on_gpu, gpu if torch else install),
+        ("read GPU clocks, power and other processes", nvml_problem is None, gpu),
+        ("plan without a GPU", torch is not None, install),
+        (
+            "verify torch.compile",
+            torch is not None and (on_gpu or compiler),
+            "`apt-get install g++`" if torch else install,
+        ),
+        ("write into this folder", os.access(Path.cwd(), os.W_OK), "`stepscope run -o FOLDER train.py`"),
+    ):
+        yield {"what": what, "works": bool(works), "next": None if works else following}
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _repair() -> list[str]:
+    """Take write permission for others off the cache folder, if it is this user's. Return what was done."""
+    try:
+        own_folder(create=True)
+    except (OSError, RuntimeError):
+        folder = cache_folder().resolve()
+        if folder.is_dir() and folder.stat().st_uid == os.geteuid():
+            folder.chmod(0o700)
+            return [f"{folder} could be written by other users: now only by you"]
+    return []
 
 
 def _import_torch() -> tuple[Any, str | None]:
@@ -146,6 +198,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     nvml = report["nvml"]
     counters = f"driver {nvml['driver']}" if nvml else f"no GPU counters: {report['nvml_problem']}"
     yield f"{'nvml':<10}{counters}"
+    yield ""
+    for ability in report["abilities"]:
+        answer, rest = ("yes", "") if ability["works"] else ("no", f": {ability['next']}")
+        yield f"{answer:<10}{ability['what']}{rest}"
+    for done in report["repaired"]:
+        yield f"{'repaired':<10}{done}"
     for device in report["devices"]:
         yield ""
         memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else ""

@@ -105,7 +105,13 @@ def card_document(card: Card) -> Document:
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     has_trace = (card.recording.facts.get("trace") or {}).get("file")
     diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
-    last = Fact("recording", str(shown)), Fact("next", f"{diagnose}stepscope report {shlex.quote(str(shown))} --open")
+    following = f"{diagnose}stepscope report {shlex.quote(str(shown))} --open"
+    if not summary.num_steps:  # the verdict says what to change before
+        command = card.recording.facts.get("command") or {}
+        following = (
+            f"stepscope run {'-m ' * bool(command.get('module'))}{shlex.join(command.get('argv') or ['train.py'])}"
+        )
+    last = Fact("recording", str(shown)), Fact("next", following)
     problems = () if card.whole_run is None else card.whole_run.problems
     parts: list[Part] = [Facts((*card.run, *card.figures, *problems))]
     if summary.rows:

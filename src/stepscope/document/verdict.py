@@ -99,7 +99,7 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
     if any(warning.startswith(RECORDING_FILE) for warning in recording.warnings):
         return f"The step time is unknown: {RECORDING_FILE} is damaged (see the warnings)."
     if not recording.facts.get("environment"):
-        return "Nothing was measured: the script never imported torch."
+        return "Nothing was measured: the script never imported torch. Name the script that trains."
     if num_children := recording.facts.get("num_child_processes") or 0:
         return (
             f"No step was found in this process or in the {plural(num_children, 'process', 'processes')} it started. "

@@ -123,7 +123,9 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False, resumes:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror or error}; name another folder") from None
+        raise ValueError(
+            f"cannot write to {folder}: {error.strerror or error}; name another folder: `-o FOLDER`"
+        ) from None
 
 
 def _is_recording(path: Path) -> bool:

@@ -75,7 +75,9 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StepscopeError(f"{target} could not be written: {error.strerror or error}") from None
+        raise StepscopeError(
+            f"{target} could not be written: {error.strerror or error}. Choose another place with -o"
+        ) from None
 
 
 def write_texts(target: Path, texts: Iterable[str | bytes]) -> None:

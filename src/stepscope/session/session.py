@@ -63,7 +63,9 @@ def latest_run(folder: Path = RUNS_FOLDER) -> Path:
     """Return the recording under `folder` that was written last; UsageError if there is none."""
     found = list(folder.glob(f"*/{RECORDING_FILE}"))
     if not found:
-        raise UsageError(f"no path was given, and {folder}/ holds no recording: name one, or run `stepscope run`")
+        raise UsageError(
+            f"no path was given, and {folder}/ holds no recording: run `stepscope run train.py` or `stepscope demo`"
+        )
     return max(found, key=lambda file: file.stat().st_mtime_ns).parent
 
 

@@ -31,7 +31,7 @@ def check_machine(run: Mapping[str, Value]) -> None:
     """
     on_cuda = run["device"] == "cuda"
     if on_cuda and not torch.cuda.is_available():
-        raise CannotRun("no CUDA device found")
+        raise CannotRun("no CUDA device found: use --device cpu, or run `stepscope doctor`")
     if run["dtype"] == "tf32":
         if not on_cuda or torch.version.hip:
             raise CannotRun("tf32 needs an NVIDIA GPU")

@@ -50,10 +50,10 @@ def kind_of(path: Path) -> Kind:
 
     A file that nothing else explains is taken for a trace: the reader says what is wrong with it.
     """
-    follow_link(path)
-    if not path.exists():
-        raise UsageError(f"there is no {path}")
     try:
+        follow_link(path)
+        if not path.exists():
+            raise UsageError(f"there is no {path}{_instead_of(path)}")
         if path.is_dir():
             return next((kind for name, kind in _FILES.items() if (path / name).is_file()), Kind.RANKS)
         if not path.is_file():
@@ -64,11 +64,19 @@ def kind_of(path: Path) -> Kind:
             return Kind.MEMORY
         beginning = beginning_of(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}. `ls -ld {path}` says who can") from None
     if beginning[:1] == b"\x80" or path.suffix in (".pickle", ".pkl"):
         return Kind.SNAPSHOT
     is_memory = b'"allocations"' in beginning and b'"traceEvents"' not in beginning
     return Kind.MEMORY if is_memory else Kind.TRACE
+
+
+def _instead_of(path: Path) -> str:
+    """Return what to type instead of a path that is not there."""
+    import difflib
+
+    near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*")], 1, 0.75)
+    return f". Did you mean {path.parent / near[0]}?" if near else ". `stepscope run train.py` records a run"
 
 
 def is_sqlite(path: Path) -> bool:

@@ -62,7 +62,7 @@ def load_script(script: str, arguments: Sequence[str]) -> Program:
         with io.open_code(str(path.resolve())) as stream:
             code = compile(stream.read(), file, "exec", dont_inherit=True)
     except OSError as error:
-        raise ValueError(f"cannot read {script}: {error.strerror}") from None
+        raise ValueError(f"cannot read {script}: {error.strerror}. `ls -ld {script}` says who can") from None
     except (SyntaxError, ValueError):
         raise NotPython from None
     loader = importlib.machinery.SourceFileLoader("__main__", file)
@@ -87,7 +87,13 @@ def _command(name: str) -> Path:
     beside = Path(sys.executable).parent / name
     found = [Path(path) for path in (shutil.which(name), shutil.which(str(beside))) if path]
     if os.sep in name or not found:
-        raise ValueError(f"{name} not found")
+        import difflib
+        import shlex
+
+        near = difflib.get_close_matches(name, [str(path) for path in Path(name).parent.glob("*.py")], 1, 0.75)
+        raise ValueError(
+            f"{name} not found. Run `stepscope run {shlex.quote(near[0]) if near else 'path/to/train.py'}`"
+        )
     pythons, ours = [_interpreter(path) for path in found], Path(sys.executable).parent.resolve()
     for path, python in zip(found, pythons):
         if python is not None and (os.sep not in python or Path(python).parent.resolve() == ours):
@@ -124,7 +130,8 @@ def load_module(module: str, arguments: Sequence[str]) -> Program:
     try:
         _, spec, code = runpy._get_module_details(module)  # type: ignore[attr-defined]  # private
     except ImportError as error:
-        raise ValueError(f"cannot run the module: {error}") from None
+        where = f"the folder that contains {module.partition('.')[0]}"
+        raise ValueError(f"cannot run the module: {error}. Run `stepscope run -m {module}` in {where}") from None
     except (SyntaxError, ValueError):
         raise NotPython from None
     finally:
