@@ -8,6 +8,8 @@ from typing import Any
 
 from polars.exceptions import PanicException
 
+from stepscope.analysis.costs.roofline import roofline_summary
+from stepscope.analysis.ranks.rank_account import roofline_of, warnings_of
 from stepscope.analysis.time.ledger import WORK, Ledger
 from stepscope.display import Shown
 from stepscope.errors import Unavailable, UsageError, failure, if_available
@@ -131,7 +133,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     except (Exception, PanicException) as error:
         unchecked.append(Unchecked(UNCLAIMED, _failure(error)))
     try:
-        warnings = (*case.notes, *case.account.warnings)
+        warnings = (*case.notes, *warnings_of(case.linked))
     except Unavailable as reason:
         warnings = (*case.notes, str(reason))
     findings = ranked(findings, groups, UNCLAIMED)
@@ -184,7 +186,7 @@ def _binds(case: Case, busy_share: float | None, ledger: Ledger | None) -> str:
         return "No bottleneck identified: there is no GPU work."
     if busy_share < _BOUND_BY_GPU:
         return f"The host is the bottleneck: the GPU is busy for only {whole_percent(busy_share)} of the step."
-    roofline = case.account.roofline_summary
+    roofline = roofline_summary(roofline_of(case.linked))
     parts = {"compute-bound": roofline.compute_ns, "memory-bound": roofline.memory_ns,
              "far from both the compute and the memory limit": roofline.neither_ns}  # fmt: skip
     known = sum(parts.values())

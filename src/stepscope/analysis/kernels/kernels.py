@@ -5,6 +5,7 @@ import polars as pl
 from stepscope.analysis.structure.intervals import last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import matches
+from stepscope.analysis.structure.once import once
 from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
 
 _NUM = pl.len().cast(pl.Int64)
@@ -70,6 +71,7 @@ def kernel_sizes(device: pl.DataFrame) -> pl.DataFrame:
     return every.join(counted, on="size", how="left", maintain_order="left").fill_null(0)
 
 
+@once
 def launches(linked: Linked) -> dict[str, float | int | None]:
     """Return launch statistics: kernels per step, latency from launch to start, queue depth.
 

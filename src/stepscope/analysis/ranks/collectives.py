@@ -14,6 +14,7 @@ from stepscope.analysis.kernels.copies import bandwidth
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import with_answers
+from stepscope.analysis.structure.once import once
 
 UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")
@@ -83,6 +84,7 @@ def bus_factor() -> pl.Expr:
     )
 
 
+@once
 def collectives(linked: Linked) -> pl.DataFrame:
     """Return one row per communication kernel, by start; columns as in `SCHEMA`.
 

@@ -20,6 +20,7 @@ from stepscope.analysis.ranks.network import transfers
 from stepscope.analysis.ranks.streamed_json import plain, text_of
 from stepscope.analysis.structure.intervals import last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked, Share, link
+from stepscope.analysis.structure.once import once
 from stepscope.analysis.structure.steps import Steps, at_times
 from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
 from stepscope.analysis.time.idle_causes import idle_causes, idle_gaps
@@ -110,7 +111,7 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
             "ops": pool.submit(ops, linked),
             "steps": pool.submit(step_table, linked),
             "phases": pool.submit(phase_table, linked),
-            "roofline": pool.submit(roofline, linked, name),
+            "roofline": pool.submit(roofline_of, linked),
             "copies": pool.submit(lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns)),
             "memory": memory,
             "memory_timeline": pool.submit(lambda: _largest_timeline(linked, memory.result())),
@@ -141,9 +142,20 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
         roofline_summary=roofline_summary(done["roofline"]),
         unlinked=linked.unlinked,
         counts=trace.counts,
-        warnings=(*trace.warnings, *map(_problem, trace.problems), *_too_many_devices(linked)),
+        warnings=warnings_of(linked),
         **done,
     )
+
+
+@once
+def roofline_of(linked: Linked) -> pl.DataFrame:
+    return roofline(linked, device_name(linked))
+
+
+def warnings_of(linked: Linked) -> tuple[str, ...]:
+    """Return the problems with a trace."""
+    trace = linked.trace
+    return (*trace.warnings, *map(_problem, trace.problems), *_too_many_devices(linked))
 
 
 def _which(steps: Steps) -> str:

@@ -91,7 +91,7 @@ _READ_AND_WRITTEN = 7  # reads parameter, gradient and two states; writes parame
 @rule
 def unfused_optimizer(case: Case) -> list[Finding]:
     """Does the optimizer launch many small kernels where one would do?"""
-    if case.account.phase_source == "none":
+    if case.linked.steps.phase_source == "none":
         raise Unavailable("The trace does not show where the optimizer runs.")
     own = case.work.filter(pl.col("phase") == "optimizer")
     names = own["op"].cast(pl.String).fill_null("")
@@ -153,7 +153,7 @@ _FOREACH = "torch._foreach_lerp_(averages, parameters, 1 - decay)  # one call fo
 def parameter_loop(case: Case) -> list[Finding]:
     """Does a Python loop of your own launch kernels for one parameter after the other?"""
     case.with_shapes()
-    if case.account.phase_source == "none":
+    if case.linked.steps.phase_source == "none":
         raise Unavailable("The trace does not show where forward, backward and optimizer run.")
     own = case.work.filter(
         pl.col("phase") == "other", pl.col("class") == "elementwise", pl.col("op") == pl.col("root_op")

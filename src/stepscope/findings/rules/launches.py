@@ -2,6 +2,7 @@
 
 import polars as pl
 
+from stepscope.analysis.kernels.kernels import launches
 from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.analysis.structure.intervals import complement, intersect
 from stepscope.analysis.time.stalls import STALL_NS, quiet_stretches
@@ -39,7 +40,7 @@ def launch_bound(case: Case) -> list[Finding]:
     launching = Change(host=stretches(case.stalls), profiler_ns_per_event=case.profiler_ns_per_event)
     host_ns = case.replay.play(launching).host_ns
     row = {"num_kernels": num_kernels, "median_kernel_ns": median_ns, "busy_ns": case.busy_ns, "host_ns": host_ns,
-           "step_ns": step.done_ns, "starved_share": case.account.launches.get("starved_share")}  # fmt: skip
+           "step_ns": step.done_ns, "starved_share": launches(case.linked).get("starved_share")}  # fmt: skip
     sure_ns = (_SURE if case.clean_ns is None else _SURE / 2) * step.done_ns
     return one_finding(
         sentence=f"The GPU waits for the host, which needs {duration(host_ns, 3)} to launch "
@@ -112,12 +113,12 @@ def host_stall(case: Case) -> list[Finding]:
     """Does the host pause within each step: logging, checkpoints, garbage collection?"""
     if case.work.is_empty():
         return []
-    if not case.account.steps.height:
+    if not case.linked.steps.num:
         raise Unavailable("The trace does not mark where steps end. Call prof.step() at the end of each step.")
     silent = case.stalls.filter(pl.col("kind").is_in(["python", "launch"]))
     quiet = quiet_stretches(case.linked, silent).filter(pl.col("phase").ne_missing("optimizer"))
     quiet = quiet.filter(~starts_within(quiet, host_work(case)))  # `synchronization` reports those
-    if case.account.steps.height == 1:  # what follows the only step may be the profiler stopping
+    if case.linked.steps.num == 1:  # what follows the only step may be the profiler stopping
         quiet = quiet.filter(pl.col("end_ns") <= case.work["start_ns"].max())
     saving_ns = case.host_saving_ns(quiet)
     num_stalled = quiet["step"].n_unique()

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.ranks.collectives import collectives_by_size
+from stepscope.analysis.ranks.collectives import collectives, collectives_by_size
 from stepscope.analysis.ranks.network import timed_transfers, transfers
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, size, whole_percent
@@ -27,7 +27,7 @@ def communication(case: Case) -> list[Finding]:
     """Does the GPU communicate without computing at the same time?"""
     if not case.has_gpu_work:
         raise Unavailable("There is no trace of GPU work, so NCCL and RCCL kernels cannot be seen.")
-    calls = case.account.collectives.filter(pl.col("event").is_in(case.replay.events))
+    calls = collectives(case.linked).filter(pl.col("event").is_in(case.replay.events))
     if calls.is_empty():
         return []
     calls = calls.join(_waited(case), on="start_ns", how="left").with_columns(pl.col("wait_ns").fill_null(0))
@@ -104,7 +104,7 @@ def stragglers(case: Case) -> list[Finding]:
     # This rank's kernels in the delayed collectives.
     delayed = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
     delayed = delayed.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
-    own = case.account.collectives.join(delayed, on="start_ns")
+    own = collectives(case.linked).join(delayed, on="start_ns")
     # What is saved if the last rank arrives together with the second to last.
     waiting = own.filter(pl.col("last_rank") != case.rank)
     saving_ns = float(late["lead_ns"].sum()) / num_steps  # for the late rank, which waits for no other
@@ -149,7 +149,7 @@ def _slow_network(case: Case, num_steps: int) -> list[Finding]:
     same = [pl.col(name) == worst[name] for name in ("collective", "bytes", "group_size", "members")]
     slow = timed_transfers(across.stragglers).filter(*same, pl.col("excess_ns") > 0)
     own = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
-    kernels = case.account.collectives.join(own.join(slow.select("call", "excess_ns"), on="call"), on="start_ns")
+    kernels = collectives(case.linked).join(own.join(slow.select("call", "excess_ns"), on="call"), on="start_ns")
     saving_ns = float(slow["excess_ns"].sum()) / num_steps
     is_always = worst["num_slow"] * 2 > worst["num_calls"]
     is_replayed = is_always and kernels.height > 0  # this rank is in the group, and its typical steps are slow

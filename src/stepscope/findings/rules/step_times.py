@@ -211,7 +211,7 @@ def first_call(case: Case) -> list[Finding]:
     if case.clean_ns is not None:
         return _unsettled(case)
     # With several steps, the first is not among the typical ones.
-    return _only_step(case) if case.account.steps.height == 1 else []
+    return _only_step(case) if case.linked.steps.num == 1 else []
 
 
 def _unsettled(case: Case) -> list[Finding]:
