@@ -34,15 +34,21 @@ QUICK = ("--device", "cpu", "--warmup", "1", "--steps", "2")
 
 @pytest.fixture(scope="module")
 def cluster():
+    made = new_cluster(3)
+    yield made
+    made.shutdown()
+
+
+def new_cluster(num_nodes):
+    """Start a head without CPUs, and nodes of one CPU."""
     from ray.cluster_utils import Cluster
 
     os.environ["OMP_NUM_THREADS"] = "1"
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(3):
+    for _ in range(num_nodes):
         add_node(made)
-    yield made
-    made.shutdown()
+    return made
 
 
 def add_node(cluster):
@@ -230,3 +236,31 @@ def test_a_point_that_keeps_being_lost_has_a_row_that_says_so(cluster, tmp_path)
     assert by_kind["ok"]["status"] == "ok"
     assert (by_kind["killed"]["status"], by_kind["killed"]["attempts"]) == ("crashed", 2)
     assert by_kind["killed"]["killed"] and "SIGKILL" in by_kind["killed"]["reason"]
+
+
+def test_a_sweep_whose_head_is_lost_says_so_and_can_be_finished(tmp_path):
+    """Ray alone would print its own lines after 60 s and end the process."""
+    sweep = ("bench", f"{ODD}:whole", "--set", f"width={','.join(map(str, range(1, 41)))}", *QUICK, "-o", "out")
+    first = new_cluster(2)
+    folder = project(tmp_path / "project", first, patience_s=5)
+    running = driver(folder, *sweep)
+    while num_rows(folder) < 3:
+        assert running.poll() is None, (folder / "driver.txt").read_text()
+        time.sleep(0.05)
+    os.kill(first.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
+    assert running.wait(120) == 2
+    kept = rows_in(folder / "out")
+    first.shutdown()
+
+    said = [line for line in (folder / "driver.txt").read_text().splitlines() if not re.match(r"\d+/40 ", line)]
+    assert len(said) == 2 and "Ray does not answer: the cluster's head at " in said[0]
+    assert "Ray has not answered for 5 s" in said[1] and "finished rows are kept; continue with --resume" in said[1]
+    assert 3 <= len(kept) < 40
+    second = new_cluster(2)
+    assert driver(project(folder, second), *sweep, "--resume").wait() == 0, (folder / "driver.txt").read_text()
+    second.shutdown()
+    rows = rows_in(folder / "out")
+    assert [row["config"]["width"] for row in rows] == list(range(1, 41))
+    assert {row["status"] for row in rows} == {"ok"}
+    again = {row["hash"]: row for row in rows}
+    assert all(again[row["hash"]] == row for row in kept)

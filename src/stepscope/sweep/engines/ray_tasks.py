@@ -1,15 +1,21 @@
 """Runs orders as tasks of a Ray cluster. Ray's own retries are off, because a sweep counts them."""
 
 import logging
+import os
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from stepscope.errors import MissingDependencyError, StepscopeError
-from stepscope.sweep.engines.engine import DONE, LOST, QUEUED, RUNNING, Answer, Engine, Order, State
+from stepscope.sweep.engines.engine import DONE, LOST, QUEUED, RUNNING, Answer, Engine, Order, SchedulerDown, State
 from stepscope.sweep.memory import bytes_of
 
 POLL_S = 0.2
+CHECK_S = 2.0  # between two looks at the head
+HEAD_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 
 class _Job:
@@ -20,6 +26,7 @@ class _Job:
 
 class RayEngine(Engine):
     name = "Ray"
+    _head_seen = 0.0
 
     def __enter__(self) -> "RayEngine":
         try:
@@ -27,8 +34,11 @@ class RayEngine(Engine):
         except ModuleNotFoundError:
             raise MissingDependencyError("--on ray needs Ray: pip install 'stepscope[ray]'") from None
         self._ray = ray
+        self._head_lock = threading.Lock()
         self._owns = not ray.is_initialized()
         if self._owns:
+            # Ray ends a process that does not reach its head for 60 s. We say so first, and end in order.
+            os.environ.setdefault(HEAD_TIMEOUT, str(int(self.settings.patience_s) + 60))
             try:
                 ray.init(
                     address=self.settings.address,
@@ -41,6 +51,7 @@ class RayEngine(Engine):
                     f"Cannot reach a Ray cluster at {self.settings.address}: {str(error).splitlines()[0]} Start one "
                     "with `ray start --head`, or name it: address in [tool.stepscope.engine]."
                 ) from None
+        self._head = ray.get_runtime_context().gcs_address
         settings = self.settings
         wanted = {"num_cpus": settings.cpus_per_point, "num_gpus": settings.gpus_per_point or 0}
         if settings.memory_per_point is not None:
@@ -58,7 +69,20 @@ class RayEngine(Engine):
         if self._owns:
             self._ray.shutdown()
 
+    def _check_head(self) -> None:
+        """Raise SchedulerDown if the cluster's head is gone: Ray itself would wait for it without a word."""
+        with self._head_lock:
+            if time.monotonic() - self._head_seen < CHECK_S:
+                return
+            host, _, port = self._head.rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CHECK_S).close()
+            except OSError as error:
+                raise SchedulerDown(f"the cluster's head at {self._head} is gone ({error})") from None
+            self._head_seen = time.monotonic()
+
     def submit(self, order: Order, node: str | None) -> _Job:
+        self._check_head()
         if node is None:
             return _Job(self._task.remote(order))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -68,6 +92,7 @@ class RayEngine(Engine):
 
     def poll(self, job: _Job) -> State:
         ready, _ = self._ray.wait([job.stream], timeout=POLL_S)
+        self._check_head()  # afterwards: a wait that began before the head's end says nothing about it
         if not ready:
             return State(phase=RUNNING if job.node else QUEUED, node=job.node)
         try:
