@@ -56,6 +56,7 @@ function draw(root, figure, Plotly) {
   const data = figure.data.map((trace, number) => ({ ...trace, visible: !figure.hidden?.has(number) }));
   Plotly.react(root, data, layoutFor(root, figure), config);
   drawn.set(root, { figure, width: root.clientWidth });
+  if (root.scrollWidth > root.clientWidth) root.tabIndex = 0; // a keyboard scrolls it too
 }
 
 const sizes = new ResizeObserver((entries) => {

@@ -85,6 +85,8 @@ def table_html(part: Table, number: int) -> str:
 def plain_table_html(columns: Mapping[str, Sequence[Any]], num_rows: int, is_sortable: bool = False) -> str:
     """Return the first rows of a table, without tools around it."""
     kinds = {name: ' class="figure"' if is_numeric(values) else "" for name, values in columns.items()}
+    if "whole_name" in kinds:  # not on paper: some take half a page
+        kinds["whole_name"] = ' class="whole"'
     heads = ""
     for column, (name, kind) in enumerate(kinds.items()):
         title = escape(title_of(name))
