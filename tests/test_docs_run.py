@@ -21,7 +21,11 @@ from verbs import run_verb
 
 BLOCKS = blocks()
 LINES = [(block, line) for block in BLOCKS for line in block.commands]
-RUN_HERE = [(block, line) for block, line in LINES if block.is_run(line) and set(OURS) & set(line.split())]
+RUN_HERE = [
+    (block, line)
+    for block, line in LINES
+    if block.is_run(line) and set(OURS) & set(line.split()) and not line.startswith("pip ")
+]
 READ = ("show", "analyze", "diagnose", "compare", "report")
 # The pages that a newcomer begins with; the others are marked long.
 FIRST = ("README.md", "docs/tutorial.md")
