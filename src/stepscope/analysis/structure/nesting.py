@@ -13,8 +13,9 @@ def matches(names: pl.Series, pattern: str) -> pl.Series:
     [True, False, False]
     """
     name = pl.col(names.name)
-    found = names.unique().to_frame().select(name.filter(name.cast(pl.String).str.contains(pattern)).implode())
-    return names.to_frame().select(name.is_in(found.to_series()).fill_null(False)).to_series()
+    distinct = name.unique(maintain_order=True)  # twice the same
+    found = distinct.filter(distinct.cast(pl.String).str.contains(pattern))
+    return names.to_frame().select(name.is_in(found.implode()).fill_null(False)).to_series()
 
 
 def with_answers(
