@@ -5,7 +5,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stepscope.formatting import safe
-from stepscope.render.notebook import html_of as html_of_document
 from stepscope.render.terminal import terminal_text
 
 if TYPE_CHECKING:
@@ -53,4 +52,6 @@ def text_of(result: Any) -> str:
 
 def html_of(result: Any) -> str:
     """Return a result as a notebook shows it."""
+    from stepscope.render.notebook import html_of as html_of_document
+
     return html_of_document(document_of(result))

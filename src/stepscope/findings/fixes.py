@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, SAME
-from stepscope.analysis.comparison.verification import Expected
 from stepscope.errors import UsageError
 
 if TYPE_CHECKING:
+    from stepscope.analysis.comparison.verification import Expected
     from stepscope.findings.diagnose import Diagnosis
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
@@ -140,6 +140,8 @@ def code_of(text: str, values: Mapping[str, str | None], device: str) -> list[st
 
 def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
     """Return the saving that a diagnosis predicts for a fix, from the finding with its id, or why there is none."""
+    from stepscope.analysis.comparison.verification import Expected
+
     name = chosen.fixes[0].id
     finding = next((each for each in diagnosis.findings if each.id == name), None)
     unchecked = next((each.reason for each in diagnosis.unchecked if each.id == name), None)
