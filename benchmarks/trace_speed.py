@@ -15,6 +15,7 @@ say). The peers run in `--peer-python`, an interpreter with `traceinsight`, `pan
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import platform
 import re
@@ -413,6 +414,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         os.environ["STEPSCOPE_CACHE"] = str(Path(folder) / "cache")
+        # As after an installation: from a checkout that may not write them, every run would compile all its modules.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        compileall.compile_dir(ROOT / "src", quiet=1)
         (scale if arguments.scaling else verbs if arguments.verbs else compare)(arguments, Path(folder))
 
 
