@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    # Polars' allocator keeps freed memory for half a second; returning it sooner lowers the peak by a sixth. Polars
-    # reads this when it is loaded.
-    os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")
+    # Polars' allocator keeps freed memory for half a second, in four parts for each core; returning it sooner lowers
+    # the peak by a fifth. Polars reads this when it is loaded.
+    os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:20,muzzy_decay_ms:0,narenas:2")
     views = [name for name in VIEWS if getattr(arguments, name)]
     if len(views) > 1:
         raise UsageError(f"--{views[0]} and --{views[1]}: choose one")

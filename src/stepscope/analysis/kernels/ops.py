@@ -22,11 +22,10 @@ def ops(linked: Linked) -> pl.DataFrame:
     is_op = host["kind"] == "op"
     inner = ancestor(host, is_op)
     # An op's self time includes events inside it that are not ops, mostly launches.
-    calls = host.select("self_ns", inner.alias("op")).filter(~is_op).drop_nulls("op")
-    inside = calls.group_by("op").agg(pl.col("self_ns").sum())
-    own_ns = host["self_ns"].scatter(inside["op"], inside["self_ns"] + host["self_ns"].gather(inside["op"]))
-    calls = host.select("name", "duration_ns", own_ns.alias("own_ns"), _subtree_ends(host), "row").filter(is_op)
-    del own_ns, inside, inner
+    owned = host.select(host["name"].gather(inner), "self_ns").filter(inner.is_not_null())
+    own = owned.group_by("name").agg(pl.col("self_ns").sum().alias("host_self_ns"))
+    del owned, inner
+    calls = host.select("name", "duration_ns", _subtree_ends(host), "row").filter(is_op)
     calls = calls.with_columns(_device_ns(linked, calls))
     is_outermost = (pl.col("end").cum_max().shift(1) <= pl.col("row")).over("name").fill_null(True)
     by_name = (
@@ -34,10 +33,10 @@ def ops(linked: Linked) -> pl.DataFrame:
         .group_by("name")
         .agg(
             pl.len().cast(pl.Int64).alias("num_calls"),
-            pl.col("own_ns").sum().alias("host_self_ns"),
             pl.col("duration_ns").sum().alias("host_total_ns"),
             pl.col("device_ns").sum().alias("device_total_ns"),
         )
+        .join(own, on="name", nulls_equal=True)
     )
     gpu = linked.device.group_by("op_name").agg(pl.col("duration_ns").sum().alias("device_self_ns"))
     table = by_name.join(gpu, left_on="name", right_on="op_name", how="full", coalesce=True, nulls_equal=True)

@@ -78,18 +78,22 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
 
 
 def last_account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
-    """Return the account of a trace that nobody else needs: it loses the columns that only links are made of."""
+    """Return the account of a trace that nobody else needs: it loses what is not in the account, to save memory."""
+    kernel = ("grid", "block", "registers_per_thread", "shared_memory_bytes", "occupancy_percent")
+    _drop(trace.host, "record_function", "stack")
+    _drop(trace.device, *kernel)
     linked = link(trace)
-    if step is None:
-        of_links = ("external_id", "record_function", "sequence", "forward_thread", "stack", "graph", "graph_node")
-        of_kernels = ("grid", "block", "registers_per_thread", "shared_memory_bytes", "occupancy_percent")
-        for table in (trace.host, linked.host, linked.device):
-            for name in {*of_links, *of_kernels} & set(table.columns):
-                table.drop_in_place(name)
-        for table in (trace.device, trace.memory):  # the links have these in another order
-            for name in table.columns:
-                table.drop_in_place(name)
+    if step is None:  # these are only for links
+        for table in (trace.host, linked.host):
+            _drop(table, "external_id", "sequence", "forward_thread")
+        for table in (trace.device, trace.memory):
+            _drop(table, *table.columns)
     return account_of(linked, rank, step)
+
+
+def _drop(table: pl.DataFrame, *names: str) -> None:
+    for name in names:
+        table.drop_in_place(name)
 
 
 def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccount:
@@ -108,14 +112,13 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
         memory = pool.submit(memory_summary, linked)
         parts: dict[str, Future[Any]] = {
             "gpu_time_by_device": pool.submit(gpu_time_by_device, device),
-            "ops": pool.submit(ops, linked),
             "steps": pool.submit(step_table, linked),
             "phases": pool.submit(phase_table, linked),
             "roofline": pool.submit(roofline_of, linked),
+            "ops": pool.submit(ops, linked),  # neither with idle gaps nor with syncs, which need much memory too
             "copies": pool.submit(lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns)),
             "memory": memory,
             "memory_timeline": pool.submit(lambda: _largest_timeline(linked, memory.result())),
-            "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
             "modules": pool.submit(modules, linked),
             "collectives": pool.submit(collectives, linked),
             "launches": pool.submit(kernels.launches, linked),
@@ -126,6 +129,7 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
             "kernel_sizes": pool.submit(kernels.kernel_sizes, device),
             "idle_causes": pool.submit(lambda: idle_causes(gaps.result())),
             "longest_gaps": pool.submit(lambda: longest_gaps(linked, gaps.result())),
+            "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
         }
         done: dict[str, Any] = {part: future.result() for part, future in parts.items()}
     return RankAccount(

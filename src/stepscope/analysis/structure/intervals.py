@@ -81,8 +81,10 @@ def sweep(sets: Mapping[str, pl.DataFrame], cuts: pl.Series | None = None) -> pl
 
 def last_covering(names: Sequence[str], otherwise: str | None = None) -> pl.Expr:
     """Return the last of these sets that covers a row of `sweep`."""
-    covering = (pl.when(pl.col(name)).then(pl.lit(name)) for name in reversed(names))
-    return pl.coalesce(*covering, pl.lit(otherwise, pl.String))
+    # One byte for each row and name, not a text.
+    dtype = pl.Enum(list(dict.fromkeys([*names, otherwise or names[0]])))
+    covering = (pl.when(pl.col(name)).then(pl.lit(name, dtype)) for name in reversed(names))
+    return pl.coalesce(*covering, pl.lit(otherwise, dtype)).cast(pl.String)
 
 
 def _edges(times: pl.Series, covering: int) -> pl.DataFrame:

@@ -143,16 +143,16 @@ def _forwards(host: pl.DataFrame) -> pl.Series:
 
 def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
     """Return GPU work by time with its links; its launch is the first call with its correlation id."""
-    calls = host.select(
-        "correlation", pl.col("row").alias("launch"), pl.col("start_ns").alias("launch_start_ns")
-    ).filter(host["kind"].is_in(["runtime", "driver"]) & (host["correlation"] > 0))
+    is_call = host["kind"].is_in(["runtime", "driver"]) & host["correlation"].is_in(device["correlation"].implode())
+    calls = host.select("correlation", launch="row").filter(is_call & (host["correlation"] > 0))
     end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
-    ordered = device.sort("start_ns", "event").with_columns(end).with_row_index("row")
+    linked = device.sort("start_ns", "event").with_columns(end).with_row_index("row")
     if calls["correlation"].n_unique() < calls.height:
-        calls = calls.sort("launch_start_ns").unique("correlation", keep="first", maintain_order=True)
-    launches = ordered.select("correlation").join(calls, on="correlation", how="left", maintain_order="left")
-    linked = ordered.hstack(launches.drop("correlation"))
-    del ordered, launches, calls
+        started = host["start_ns"].gather(calls["launch"])
+        calls = calls[started.arg_sort()].unique("correlation", keep="first", maintain_order=True)
+    launch = linked.select("correlation").join(calls, on="correlation", how="left", maintain_order="left")["launch"]
+    del calls
+    linked = linked.with_columns(launch, host["start_ns"].gather(launch).alias("launch_start_ns"))
     op = host["op"].gather(linked["launch"])
     named = _by_external_id(host, linked.filter(op.is_null()).select("row", "external_id"))
     op = op.scatter(named["row"], named["op"])

@@ -402,9 +402,16 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_interface(PyObject *module) { return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE); }
+static int prepare(PyObject *module) {
+#ifdef __GLIBC__
+    /* A slice of a file is a block of its own, which goes back to the system when it is free. The C library would soon put
+     * slices between small blocks that stay. */
+    mallopt(M_MMAP_THRESHOLD, 1 << 20);
+#endif
+    return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
+}
 
-static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, add_interface}, {0, NULL}};
+static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, prepare}, {0, NULL}};
 static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_scan", NULL, 0, METHODS, SLOTS, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__scan(void) { return PyModuleDef_Init(&MODULE); }
