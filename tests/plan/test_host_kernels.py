@@ -49,7 +49,13 @@ MODELS = {
         "return self.layers(x)[0].square().mean()",
         "12, 24",
     ),
-    # So is a bias, if the input is not contiguous.
+    # A loss that is a mean keeps the memory of what it is a mean of.
+    "loss": (
+        "self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)",
+        "return nn.functional.mse_loss(self.last(self.first(x).relu()), x)",
+        "50, 64",
+    ),
+    # A bias is added in place if the input is not contiguous.
     "bias": ("self.across = nn.Linear(40, 400)", "return self.across(x.transpose(1, 2)).mean()", "40, 32"),
 }  # how it is made, how it runs, and the shape of one row of its batch
 

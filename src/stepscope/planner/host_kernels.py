@@ -14,7 +14,7 @@ import torch
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepscope.planner.emulation.ops import kind_of, look, meta_like
+from stepscope.planner.emulation.ops import kind_of, look
 from stepscope.planner.hardware import GEMMS
 from stepscope.recorder.values import tensors_in
 
@@ -55,7 +55,7 @@ class HostKernels:
                 name = func.name().replace("::", ".").partition(".")[2]
                 self.unknown[name] = f"its scratch memory is not counted, because it cannot be tried here: {error}"
         out, scratch_bytes = self._tried[key]
-        return meta_like(out), scratch_bytes
+        return _without_data(out), scratch_bytes
 
 
 def _product_bytes(first: torch.Tensor, second: torch.Tensor) -> int:
@@ -92,7 +92,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
         running = list(accumulate((num_bytes for _, num_bytes in changes), initial=0))
         known, found = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in ((args, kwargs), out))
         # The schema of `_unsafe_view` does not say that it shares its input's memory.
-        return NotImplemented if known & found else meta_like(out), max(running) - running[-1]
+        return NotImplemented if known & found else _without_data(out), max(running) - running[-1]
 
 
 def _with_data(value: Any) -> Any:
@@ -108,6 +108,15 @@ def _with_data(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu")
     return type(value)([_with_data(part) for part in value]) if isinstance(value, list | tuple) else value
+
+
+def _without_data(value: Any) -> Any:
+    """Return outputs as meta tensors with storages as large: that of `mse_loss` has room for all it is a mean of."""
+    if isinstance(value, torch.Tensor):
+        size = value.untyped_storage().nbytes() // max(1, value.element_size())
+        data = torch.empty(size, dtype=value.dtype, device="meta")
+        return data.as_strided(value.shape, value.stride(), value.storage_offset())
+    return type(value)([_without_data(part) for part in value]) if isinstance(value, list | tuple) else value
 
 
 @functools.cache

@@ -192,8 +192,9 @@ class Shapes:
             key = (func, *map(look, args))
             if key in self._seen:
                 return meta_like(self._seen[key])
-            if (out := self.ask(func, args, kwargs)) is NotImplemented:
-                out = SHAPES.get(func, func)(*args)
+            if (out := self.ask(func, args, kwargs)) is not NotImplemented:
+                return out
+            out = SHAPES.get(func, func)(*args)
         except NotImplementedError as error:
             raise DataNeeded(
                 f"the op {func}, whose output shape is unknown unless it runs",
