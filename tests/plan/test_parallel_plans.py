@@ -233,6 +233,7 @@ def test_what_cannot_be_a_pipeline_is_refused(options, said, workloads, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # 15 s of CPU time, on a machine that may be busy
 def test_the_fewest_stages_and_the_largest_batch(workloads, capsys):
     words = ["plan", workloads("skip"), "--pp", "2", "--microbatches", "4", "--fit", "700MiB", "--json"]
 
