@@ -1,0 +1,44 @@
+"""The release checklist refuses a version without its changelog, and says so."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "release_check.py"
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("release_check", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "src" / "stepscope").mkdir(parents=True)
+    (tmp_path / "src" / "stepscope" / "version.py").write_text('__version__ = "0.2.0"\n')
+    (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 0.2.0\n")
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 0.2.0\n\n- All of it.\n")
+    return module
+
+
+def test_a_version_with_its_section_passes(check):
+    assert check.version("0.2.0") == "0.2.0"
+    check.changelog("0.2.0")
+
+
+def test_what_does_not_agree_is_refused(check, tmp_path):
+    with pytest.raises(check.Failed, match=r"is 0\.2\.0, not 0\.3\.0"):
+        check.version("0.3.0")
+    (tmp_path / "CITATION.cff").write_text("version: 0.1.0\n")
+    with pytest.raises(check.Failed, match=r"CITATION\.cff says 0\.1\.0"):
+        check.version(None)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n- Something.\n")
+    with pytest.raises(check.Failed, match="Unreleased"):
+        check.changelog("0.2.0")
+
+
+def test_a_command_that_fails_says_how(check):
+    with pytest.raises(check.Failed, match=r"ls /nowhere: .*No such file"):
+        check.run("env", "ls", "/nowhere", cwd="/")
