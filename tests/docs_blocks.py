@@ -21,7 +21,7 @@ from memories import snapshot
 from nsight_files import training_run
 
 ROOT = Path(__file__).parents[1]
-TRACE = ROOT / "tests" / "traces" / "full_logits.slow.json.gz"
+TRACE = ROOT / "tests" / "traces" / "small_gemms.slow.json.gz"
 # Programs that a block of commands may begin with. What is not ours is not run: servers, networks, other machines.
 OURS = ("stepscope", "python", "pytest", "torchrun")
 PROGRAMS = (*OURS, "pip", "git", "nsys", "ssh", "export", "for", "nvidia-smi", "sudo", "make")

@@ -8,6 +8,7 @@ The file has pairs of a page and a block. A block that fails is printed with its
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -103,6 +104,7 @@ def names() -> dict[str, Any]:
         "weights": [torch.ones(8, 8)] * 2, "weight": torch.ones(8), "size": 8, "eps": 1e-6, "num_rows": 4,
         "width": 8, "encoder": nn.Embedding(4, 8), "tokens": tokens, "out": torch.empty_like(x),
         "self": SimpleNamespace(qkv=nn.Linear(8, 24)), "pad_to_multiple_of": lambda size: torch.stack, "flops": 1e9,
+        "log_histograms": print, "best": 0.0,
         "pack_by_tokens": lambda rows, world_size: [rows] * world_size, "peak": 1e12, "arguments": None,
         "data": None, "Trainer": lambda *_, **options: options["callbacks"],
     }  # fmt: skip
