@@ -148,7 +148,7 @@ def furnish(folder: Path, recording: Path) -> Path:
     write(folder / "dumps", {0: calls("all_reduce", "all_gather"), 1: calls("all_reduce")})
     training_run().write(folder)
     (folder / "snapshot.pickle").write_bytes(pickle.dumps(snapshot()))
-    (folder / "execution_trace.json").write_text('{"schema": "1.1.1-chakra.0.0.4", "nodes": []}')
+    (folder / "execution_trace.json").write_text('{"schema": "1.1.1-chakra.0.0.4", "pid": 1, "nodes": []}')
     for name in ("train.py", "model.py"):
         (folder / name).write_text(SCRIPT)
     tests = [block.text for block in blocks() if block.page == "docs/testing.md" and block.language == "python"]
