@@ -52,13 +52,11 @@ def copy_sources(linked: Linked) -> pl.DataFrame:
         python_callers(host, rows),
         *(host[text].gather(rows).cast(pl.String).alias(text) for text in ("shapes", "dtypes")),
     )
-    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # the same copies come again in every step
-    facts = []
-    for row in moved.select(_DECIDING).with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows():
-        if row not in known:
-            known[row] = _copy_facts(dict(zip(_DECIDING, row)))
-        facts.append(known[row])
-    return moved.hstack(pl.DataFrame(facts, schema=_FACTS, orient="row")).select(
+    known: dict[tuple[Any, ...], int] = {}  # the same copies come again in every step
+    texts = moved.select(_DECIDING).with_columns(pl.col(pl.Categorical).cast(pl.String))
+    places = pl.Series([known.setdefault(row, len(known)) for row in texts.iter_rows()], dtype=pl.UInt32)
+    facts = pl.DataFrame([_copy_facts(dict(zip(_DECIDING, row))) for row in known], schema=_FACTS, orient="row")
+    return moved.hstack(facts[places]).select(
         "event", "row", "start_ns", "step", "phase", "module", "what", "cause", "op", "root_op", "caller", "shape",
         "source", "target", "bytes", "written_bytes", "duration_ns",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepscope.analysis.memory.module_tree import ModuleBytes, most_alive, rolled_up, starred
 from stepscope.analysis.memory.size_formulas import find_symbols, formula
-from stepscope.analysis.memory.timeline import BEFORE, Levels, Point, thinned
+from stepscope.analysis.memory.timeline import BEFORE, Levels, Point
 from stepscope.border import limit
 
 REMAINDER = "allocator rounding, workspaces and in-kernel temporaries"
@@ -178,7 +178,7 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         peak_reserved_bytes=peak_reserved,
         fragmentation_bytes=fragmentation,
         num_retries=allocator.get("num_retries"),
-        timeline=thinned(levels.points(reserved), MAX_POINTS),
+        timeline=levels.points(reserved, MAX_POINTS),
         left_alive=tuple(
             LeftAlive(*(each.get(name) for name in LeftAlive.__dataclass_fields__))
             for each in sorted(memory.get("left_alive") or [], key=lambda each: -each["bytes"])

@@ -67,15 +67,15 @@ class Levels:
         after = len(self.events) if end is None else max(before + 1, bisect_left(self.events, end))
         return self.bytes[after - 1], max(self.bytes[before:after])
 
-    def points(self, reserved: Sequence[tuple[int, int]]) -> list[Point]:
-        """Return one point per level, with the latest `reserved` (event and bytes)."""
+    def points(self, reserved: Sequence[tuple[int, int]], most: int) -> tuple[Point, ...]:
+        """Return at most so many levels (`thinned_indices`), with the latest `reserved` (event and bytes)."""
         points, place, held = [], 0, None
-        for event, time_ns, level in zip(self.events, self.times_ns, self.bytes):
-            while place < len(reserved) and reserved[place][0] <= event:
+        for index in thinned_indices(self.bytes, most):
+            while place < len(reserved) and reserved[place][0] <= self.events[index]:
                 held = reserved[place][1]
                 place += 1
-            points.append(Point(event, time_ns, level, held))
-        return points
+            points.append(Point(self.events[index], self.times_ns[index], self.bytes[index], held))
+        return tuple(points)
 
 
 OnDevice = tuple[list[Mapping[str, Any]], Levels]
@@ -87,18 +87,12 @@ def on_device(memory: Mapping[str, Any]) -> OnDevice:
     return mine, Levels.of((each, each["bytes"]) for each in mine)
 
 
-def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """Return at most so many points: the lowest and highest of each stretch, and both ends.
-
-    >>> levels = [0, 1, 9, 2, 1, 0, 3, 0]
-    >>> [p.allocated_bytes for p in thinned([Point(i, None, level, None) for i, level in enumerate(levels)], 4)]
-    [0, 9, 0]
-    """
-    return tuple(points[index] for index in thinned_indices([point.allocated_bytes for point in points], most))
-
-
 def thinned_indices(levels: Sequence[float], most: int) -> list[int]:
-    """Return the indices of the levels that `thinned` keeps."""
+    """Return the indices of at most so many levels: the lowest and highest of each stretch, and both ends.
+
+    >>> thinned_indices([0, 1, 9, 2, 1, 0, 3, 0], 4)
+    [0, 2, 7]
+    """
     if len(levels) <= most:
         return list(range(len(levels)))
     num_stretches = max(1, (most - 2) // 2)
