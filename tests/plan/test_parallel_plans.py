@@ -180,6 +180,10 @@ def test_offloaded_activations_are_not_on_the_device():
         ({"ddp": 1}, "from 2 to 16384"),
         ({"tp": "x"}, "must be an integer"),
         ({"fsdp": "4x5000"}, "from 2 to 16384"),
+        ({"fsdp": "2x"}, "--fsdp 2x: it must be an integer"),
+        ({"fsdp": "0x2"}, "replicas=0"),
+        ({"fsdp": 2, "mixed_precision": ":"}, "or two as in bf16:fp32"),
+        ({"pp": 2, "microbatches": "-3"}, "--microbatches -3: it must be an integer from 1 on"),
         ({"pp": 0}, "from 2 to 16384"),
         ({"pp": "-2"}, "must be an integer"),
         ({"pp": "a.1,a.1"}, "name every module once"),
@@ -221,7 +225,12 @@ def test_a_stage_has_its_own_weights_and_the_micro_batches_of_its_schedule(workl
     [
         (["--pp", "4"], "the model has 3 blocks in module lists. Name the modules where stages 2 to 4 begin"),
         (["--pp", "layers.1,middle"], "no module 'middle'. Its blocks: layers.0, layers.1, layers.2"),
-        (["--pp", "2", "--set", "batch=5"], "--microbatches 2: it must divide the batch, which has 5 rows"),
+        (
+            ["--pp", "2", "--set", "batch=5"],
+            "--microbatches 2 (one for each stage): it must divide the batch, which has 5 rows",
+        ),
+        (["--pp", "layers"], "each must be a module that is called, not a list"),
+        (["--pp", "first"], "something must run before each"),
         (["--pp", "2", "--mode", "forward"], "use --mode step or forward+backward"),
     ],
 )

@@ -1,5 +1,6 @@
 """How ranks train a model together: what `stepscope plan` is asked to plan for one of them."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,13 +103,19 @@ def parallel_of(
         raise UsageError("--microbatches and --schedule are a pipeline's: use them with --pp")
     if fsdp is ddp is tp is pp is mixed_precision is None and not offload:
         return None
-    replicas, shards = fsdp.split("x", 1) if isinstance(fsdp, str) and "x" in fsdp else ("1", fsdp)
+    replicas, shards = (
+        fsdp.split("x", 1) if isinstance(fsdp, str) and re.fullmatch("[0-9]+x[0-9]+", fsdp) else (1, fsdp)
+    )
     names = tuple(filter(None, pp.split(","))) if isinstance(pp, str) and ("," in pp or pp[:1].isidentifier()) else ()
     stages = len(names) + 1 if names else _number(pp, "pp")
     param, _, reduce = (mixed_precision or "").partition(":")
+    if mixed_precision is not None and not (param or reduce):
+        raise UsageError(
+            f"--mixed-precision {mixed_precision}: choose from {', '.join(DTYPES)}, or two as in bf16:fp32"
+        )
     return Parallel(
         fsdp=_number(shards, "fsdp"),
-        replicas=_number(replicas, "fsdp") or 1,
+        replicas=int(replicas),
         ddp=_number(ddp, "ddp"),
         tp=_number(tp, "tp"),
         param_dtype=param or None,
@@ -116,15 +123,15 @@ def parallel_of(
         offload=offload,
         pp=stages,
         split=names,
-        num_microbatches=stages or 1 if microbatches is None else _number(microbatches, "microbatches") or 0,
+        num_microbatches=stages or 1 if microbatches is None else _number(microbatches, "microbatches", "1 on") or 0,
         schedule=schedule or SCHEDULES[0],
     )
 
 
-def _number(given: int | str | None, name: str) -> int | None:
+def _number(given: int | str | None, name: str, range_of: str = f"2 to {MOST_RANKS}") -> int | None:
     text = str(given)
     if given is None:
         return None
     if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"--{name} {given}: the number of ranks must be an integer from 2 to {MOST_RANKS}")
+        raise UsageError(f"--{name} {given}: it must be an integer from {range_of}")
     return int(text)

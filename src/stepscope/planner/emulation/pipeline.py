@@ -151,15 +151,20 @@ def split(module: nn.Module, parallel: Parallel, batch: Batch) -> Any:
     number = parallel.num_microbatches
     if any(not t.dim() or t.shape[0] % number for t in batch.values()):
         sizes = sorted({t.shape[0] if t.dim() else 1 for t in batch.values()})
-        raise UsageError(
-            f"--microbatches {number}: it must divide the batch, which has {' and '.join(map(str, sizes))} rows"
-        )
+        rows = " and ".join(map(str, sizes))
+        default = " (one for each stage)" * (number == parallel.pp)
+        raise UsageError(f"--microbatches {number}{default}: it must divide the batch, which has {rows} rows")
     first = {name: tensor[: tensor.shape[0] // number] for name, tensor in inputs.items()}
     points = dict.fromkeys(split_points(module, parallel), pipelining.SplitPoint.BEGINNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about PyTorch's own code
-            return pipelining.pipeline(module, positional(first), named(first), points)
+            pipe = pipelining.pipeline(module, positional(first), named(first), points)
+            if pipe.num_stages != parallel.pp:
+                raise ValueError(
+                    "something must run before each, and each must be a module that is called, not a list"
+                )
+            return pipe
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
