@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
+import polars as pl
+
 from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN, WORK, Ledger
 from stepscope.document.model import Bars, Part, Series, Table, Value
 from stepscope.formatting import duration, percent
@@ -48,10 +50,17 @@ def ledger_parts(ledger: Ledger) -> list[Part]:
         Series("time", [ledger.step_ns, *(ns for _, ns in bars)]),
     )
     starts = [0.0, *(max(0.0, start) for start in left)]
+    ops = [] if ledger.largest_ops is None else [_ops_table(ledger.largest_ops)]
     return [
+        *ops,
         Bars("ledger", title, labels, (series,), "time_ns", ledger.step_ns, starts, caption=limit_text(ledger)),
         Table("ledger", "ledger of a step", columns, num_shown=len(rows), page_only=True),
     ]
+
+
+def _ops_table(ops: pl.DataFrame) -> Table:
+    columns = {"op" if name == "name" else name: ops[name].to_list() for name in ops.columns}
+    return Table("largest_ops", "ops that take most of a traced step", columns, num_shown=ops.height)
 
 
 def limit_text(ledger: Ledger) -> str:

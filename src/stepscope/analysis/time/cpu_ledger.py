@@ -17,6 +17,7 @@ PRODUCTS = ["aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkld
             "aten::_scaled_dot_product_flash_attention_for_cpu",
             "aten::_scaled_dot_product_flash_attention_for_cpu_backward"]  # fmt: skip
 DATA = "data"
+_MOST_OPS = 10
 TRAINING = ("forward", "backward", "optimizer")
 
 
@@ -49,4 +50,15 @@ def cpu_ledger(
     parts["cpu_python"] = total_ns - sum(parts.values())
     parts |= {"between_steps": round(between_ns), "slow_steps": max(0, round(slow_ns))}
     schema = dict.fromkeys(("event", "duration_ns", "ns", "least_ns", "good_ns"), pl.Int64) | {"row": pl.String}
-    return Ledger(sum(parts.values()), 1, {row: ns for row, ns in parts.items() if ns}, pl.DataFrame(schema=schema))
+    filled = {row: ns for row, ns in parts.items() if ns}
+    return Ledger(sum(parts.values()), 1, filled, pl.DataFrame(schema=schema), _largest(ops, union(steps), num_steps))
+
+
+def _largest(ops: pl.DataFrame, steps: pl.DataFrame, num_steps: int) -> pl.DataFrame:
+    """Return the ops that take most of the traced steps, each by where it is called, with its own time alone."""
+    keys = ("phase", "module", "name")
+    inside = ops.filter(pl.col("step").is_not_null()).with_columns(pl.col(keys).cast(pl.String))
+    sums = (pl.len() / num_steps).alias("num_calls"), (pl.col("self_ns").sum() / num_steps).alias("time_ns")
+    share = (pl.col("time_ns") / (max(1, length_ns(steps)) / num_steps)).alias("share")
+    table = inside.group_by(keys).agg(sums).with_columns(share)
+    return table.sort("time_ns", *keys, descending=[True, False, False, False], nulls_last=True).head(_MOST_OPS)

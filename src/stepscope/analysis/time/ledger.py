@@ -73,6 +73,9 @@ class Ledger:
     events: pl.DataFrame
     """GPU work by `event`: the `row` of its loss, its `duration_ns`, the `ns` of it that count, and of those
     `least_ns` and `good_ns`."""
+    largest_ops: pl.DataFrame | None = None
+    """On a CPU, where the least time of ops is unknown: those that take most of a traced step, by where they are
+    called."""
 
     @property
     def step_ns(self) -> float:
@@ -106,7 +109,8 @@ class Ledger:
             {"id": row.id, "kind": row.kind, "ms": row.ns / 1e6, "share": row.share, "what": ROWS[row.id][1]}
             for row in self.rows
         ]
-        return {"step_ms": self.step_ns / 1e6, "limit_share": self.limit_share, "rows": rows}
+        found = {"step_ms": self.step_ns / 1e6, "limit_share": self.limit_share, "rows": rows}
+        return found if self.largest_ops is None else {**found, "largest_ops": self.largest_ops.to_dicts()}
 
 
 @dataclass(frozen=True)

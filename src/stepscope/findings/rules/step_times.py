@@ -12,6 +12,7 @@ from stepscope.formatting import duration, plural, safe
 from stepscope.session.case import WORTH_SHARE, WORTH_WITHOUT_GPU
 
 _FIX = "DataLoader(dataset, num_workers=4, pin_memory=True, persistent_workers=True)  # one worker per spare core"
+_NO_LOADER = "spends {} between a step and the next forward, without a DataLoader: on its batch, or on other code"
 _CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"
 
 
@@ -91,12 +92,14 @@ def _in_samples(case: Case) -> list[Finding]:
     waited_ns = phase.host_ns if phase.device_ns is None else phase.device_ns
     if waited_ns < (WORTH_WITHOUT_GPU if phase.device_ns is None else WORTH_SHARE) * case.step_ns:
         return []
-    what = "waits {} for the DataLoader" if summary.data_is_named else "waits {} before the forward, likely for data"
-    fix = _loader_fix(case, waited_ns)
+    what = "waits {} for the DataLoader" if summary.data_is_named else _NO_LOADER
+    fix = loader = _loader_fix(case, waited_ns)
+    if not summary.data_is_named:
+        fix = f'with stepscope.phase("data"): around what makes the batch, to know; if it is that: {loader}'
     rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
     if (preparing := if_available(lambda: _preparing(case))) is not None:
         what = f"spends {{}} on preparing its batch in ops, mostly {preparing}"
-        fix = f"do it once before training, or in workers, in the dataset or the collate_fn: {fix}"
+        fix = f"do it once before training, or in workers, in the dataset or the collate_fn: {loader}"
     return one_finding(
         sentence=f"Training {what.format(case.cost_text(waited_ns))}, on average over the typical steps "
         f"among {summary.num_clean} clean ones.",
