@@ -227,7 +227,7 @@ def test_a_stage_has_its_own_weights_and_the_micro_batches_of_its_schedule(workl
         (["--pp", "layers.1,middle"], "no module 'middle'. Its blocks: layers.0, layers.1, layers.2"),
         (
             ["--pp", "2", "--set", "batch=5"],
-            "--microbatches 2 (one for each stage): it must divide the batch, which has 5 rows",
+            "2 (one for each stage): it must divide the batch, which has 5 rows",
         ),
         (["--pp", "layers"], "each must be a module that is called, not a list"),
         (["--pp", "first"], "something must run before each"),
