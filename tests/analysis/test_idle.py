@@ -418,7 +418,7 @@ def test_each_gap_is_looked_at_on_the_thread_that_ended_it():
 
 def test_many_threads_are_looked_at_in_one_pass():
     few, many = one_after_the_other(10), one_after_the_other(200)
-    idle_gaps(few)
+    idle_gaps(one_after_the_other(10))
 
     assert num_calls(lambda: idle_gaps(many)) == pytest.approx(num_calls(lambda: idle_gaps(few)), rel=0.1)
 

@@ -48,4 +48,4 @@ def test_a_process_without_figures_may_be_the_run_itself(tmp_path):
 
 def test_without_nvml(tmp_path):
     with pytest.raises(Unavailable, match="NVML"):
-        other_process(recorded(tmp_path, [10.0] * 8))
+        other_process(recorded(tmp_path, [10.0] * 8, is_gpu=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def check_round_trip(linked: Linked, folder: Path, **asked: object) -> dict:
     ours = selection.host.filter(~(selection.host["kind"] == "other"))
     assert_frame_equal(compared(theirs, HOST), compared(ours, HOST, shift))
     kept = linked.device.filter(pl.col("event").is_in(selection.device["event"].implode()))
-    assert_frame_equal(links_of(again), links_of(Linked(**{**vars(linked), "device": kept}), shift))
+    assert_frame_equal(links_of(again), links_of(replace(linked, device=kept), shift))
     assert again.memory.height == selection.memory.height
     assert again.memory["bytes"].to_list() == selection.memory["bytes"].to_list()
     return document

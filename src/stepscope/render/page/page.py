@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -132,7 +133,8 @@ def _json(value: Any) -> str:
 
 @cache
 def _asset(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
+    text = (_HERE / name).read_text(encoding="utf-8")
+    return text if name.endswith(".js") else re.sub(r"/\*.*?\*/|^\s+", "", text, flags=re.S | re.M)
 
 
 @cache
