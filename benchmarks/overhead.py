@@ -1,7 +1,7 @@
 """What Stepscope costs a step: the same loop bare, outside every window, and in the clean window.
 
     python benchmarks/overhead.py                # a CPU step of about 10 ms
-    python benchmarks/overhead.py --device cuda  # GPU steps of about 10 ms, device-bound and launch-bound
+    python benchmarks/overhead.py --device cuda  # GPU steps of about 10 ms, device-bound and launch-bound, and nanoGPT
 
 All three are interleaved in one process, in blocks of steps, in random order within each round. A block includes all
 that is left to do for the steps recorded in it. The figure is the median over the rounds of a block's ratio to the
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import runpy
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,9 +42,11 @@ class Loop:
     batch: torch.Tensor
     optimizer: torch.optim.Optimizer
 
+    def passes(self) -> None:
+        self.model(self.batch).square().mean().backward()
+
     def step(self) -> None:
-        loss = self.model(self.batch).square().mean()
-        loss.backward()
+        self.passes()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -54,12 +58,29 @@ def mlp(name: str, device: str, width: int, depth: int, batch: int, dtype: torch
     return Loop(name, model, torch.randn(batch, width, device=device, dtype=dtype), optimizer)
 
 
+class NanoGPT(Loop):
+    """The steps of that script: its batches, autocast, clipping and optimizer."""
+
+    def __init__(self) -> None:
+        sys.argv = ["nanogpt.py", "--seconds", "0", *([] if torch.cuda.is_available() else ["--tiny"])]
+        self.names = runpy.run_path(str(Path(__file__).parent / "improve" / "nanogpt.py"))
+        super().__init__("nanoGPT, 124M", self.names["model"], torch.empty(0), self.names["optimizer"])
+
+    def passes(self) -> None:
+        x, y = self.names["batch_of"](self.names["data"])
+        with self.names["context"]:
+            _, loss = self.model(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
 def loops(device: str) -> list[Callable[[], Loop]]:
     if device == "cpu":
         return [lambda: mlp("CPU", "cpu", 256, 6, 128, torch.float32)]
     return [
         lambda: mlp("GPU, device-bound", device, 8192, 2, 8192, torch.bfloat16),
         lambda: mlp("GPU, launch-bound", device, 64, 50, 64, torch.float32),
+        NanoGPT,
     ]
 
 
@@ -93,7 +114,7 @@ def measure(make: Callable[[], Loop], device: str, seconds: float) -> Iterator[d
 
         def accumulated() -> None:
             for _ in range(repeat - 1):
-                loop.model(loop.batch).square().mean().backward()
+                loop.passes()
             single()
 
         loop.step = accumulated
