@@ -46,6 +46,7 @@ class Control:
         self._settled: set[int] = set()  # requests that are done, refused, …
         self._known: dict[int, Request] = {}
         self._watches: dict[tuple[bool, int], tuple[Watch, Wanted]] = {}
+        self._last_of: dict[tuple[bool, int], int] = {}  # the last request of each watch; one waits at a time
         self._own: dict[int, tuple[dict[str, Any], int]] = {}  # requests of conditions: what, and how many attempts
         self._proposed: dict[int, tuple[int, float]] = {}  # where these begin, and how far ahead that was
         self._polled_ns = 0
@@ -158,15 +159,19 @@ class Control:
         if not self._watches or not self._history.is_free:
             return
         state = self._state(now_ns)
-        for watch, wanted in self._watches.values():
-            if watch.fires(state):
+        for key, (watch, wanted) in self._watches.items():
+            is_pending = key in self._last_of and self._last_of[key] not in self._settled
+            if not is_pending and watch.fires(state):
                 values = {name: getattr(wanted, name) for name in Wanted.__dataclass_fields__}
                 values["reason"] = watch.condition.text
-                self._propose(requests.create(self._run, "request", values), values, 0, 0)
+                number = self._last_of[key] = requests.create(self._run, "request", values)
+                self._propose(number, values, 0, 0)
 
     def _propose(self, number: int, values: dict[str, Any], attempt: int, free_from: int) -> None:
         """Propose a step for a window of a condition, each time further ahead."""
-        if attempt < MOST_ATTEMPTS:
+        if attempt == MOST_ATTEMPTS:
+            self._settled.add(number)
+        else:
             seconds = (MARGIN_SECONDS if self._num_ranks > 1 else 0.5) * 2**attempt
             margin = requests.margin_steps(self._history.pace_ns(RECENT_NS) or 1_000_000_000, seconds)
             step = max(self._history.last_step + 1, free_from) + margin
