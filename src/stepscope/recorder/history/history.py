@@ -129,8 +129,10 @@ class History:
             for name, num in (num_times or {}).items():
                 block.num_times[name] = block.num_times.get(name, 0) + num
             self._look(block, step, start_ns, wall_ns, host_ns, num_times or {}, num_compiles, places or {})
-        # Where a block can end with the times of that moment, it does.
-        if end_ns - block.start_ns >= (length_ns if self._core_times is None else length_ns + LONGEST_WAIT_NS):
+        # Where a block can end with the times of that moment, it does; of a long step, they come right after it.
+        if self._core_times is not None:
+            length_ns = max(length_ns + LONGEST_WAIT_NS, wall_ns + 1)
+        if end_ns - block.start_ns >= length_ns:
             self._end_block(block)
 
     def core_times(self, now_ns: int, on_ns: int, waited_ns: int) -> None:
