@@ -3,6 +3,7 @@
     python benchmarks/callback_overhead.py                   under five minutes on a machine with nothing else to do
     python benchmarks/callback_overhead.py --ways callback --step-ms 60 --seconds 60
     python benchmarks/callback_overhead.py --device cuda     the same model on a GPU
+    python benchmarks/callback_overhead.py --device cuda --gpt2 --block-s 3     GPT-2 124M in bf16, 16 × 1,024 tokens
 
 Each row is one training in free running, with steps of about the given length: `callback` in a Hugging Face Trainer,
 `lightning` in a Lightning Trainer (both with a log line every 10 steps), `run` in a plain loop, as with
@@ -95,13 +96,20 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.view(-1, WORDS), labels.view(-1)), "logits": logits}
 
 
+def gpt2(device: str) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(**({} if device == "cuda" else {"n_layer": 1, "n_embd": 24, "n_head": 2})))
+
+
 class Switch:
     """Times blocks of steps, in random order within each round of three. Called when a step has ended."""
 
-    def __init__(self, step_ms: float, seconds: float, device: str) -> None:
+    def __init__(self, step_ms: float, seconds: float, block_s: float, device: str) -> None:
         self._is_gpu = device == "cuda"
-        self._num_steps = max(5, round(500 / step_ms))  # of a block
+        self._num_steps = max(5, round(block_s * 1e3 / step_ms))  # of a block
         self.num_rounds = max(4, round(seconds * 1e3 / (3 * self._num_steps * step_ms)))
+        self.batch_size = BATCH
         self.wall_ms: dict[str, list[float]] = {OFF: [], ON: [], PROFILED: []}
         self.cpu_ms: dict[str, list[float]] = {OFF: [], ON: [], PROFILED: []}
         self.own_us: list[float] = []
@@ -157,7 +165,7 @@ class Switch:
             self._session.suspend()
 
 
-def callback(model: Model, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
+def callback(model: nn.Module, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
@@ -170,7 +178,8 @@ def callback(model: Model, data: TensorDataset, switch: Switch, folder: Path, de
     arguments = TrainingArguments(
         str(folder / "out"),
         max_steps=switch.num_steps,
-        per_device_train_batch_size=BATCH,
+        per_device_train_batch_size=switch.batch_size,
+        bf16=device == "cuda",
         logging_steps=LOG_EVERY,
         save_strategy="no",
         report_to="none",
@@ -185,7 +194,7 @@ def callback(model: Model, data: TensorDataset, switch: Switch, folder: Path, de
     trainer.train()
 
 
-def lightning(model: Model, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
+def lightning(model: nn.Module, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
     import lightning.pytorch as pl
 
     from stepscope.integrations.lightning import StepscopeCallback
@@ -196,7 +205,7 @@ def lightning(model: Model, data: TensorDataset, switch: Switch, folder: Path, d
             self.model = model
 
         def training_step(self, batch: Any, _index: int) -> torch.Tensor:
-            return self.model(batch[0], batch[0])["loss"]
+            return self.model(batch[0], labels=batch[0])["loss"]
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
@@ -216,19 +225,22 @@ def lightning(model: Model, data: TensorDataset, switch: Switch, folder: Path, d
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        precision="bf16-mixed" if device == "cuda" else "32-true",
     )
-    trainer.fit(Module(), DataLoader(data, batch_size=BATCH))
+    trainer.fit(Module(), DataLoader(data, batch_size=switch.batch_size))
 
 
-def run(model: Model, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
+def run(model: nn.Module, data: TensorDataset, switch: Switch, folder: Path, device: str) -> None:
     with stepscope.record(folder / "run", windows=WINDOWS):
         model.to(device)
         optimizer = torch.optim.AdamW(model.parameters())
         num_left = switch.num_steps
         while True:
-            for (batch,) in DataLoader(data, batch_size=BATCH):
+            for (batch,) in DataLoader(data, batch_size=switch.batch_size):
                 given = batch.to(device)
-                model(given, given)["loss"].backward()
+                with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+                    loss = model(given, labels=given)["loss"]
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 switch.step_ended()
@@ -237,7 +249,7 @@ def run(model: Model, data: TensorDataset, switch: Switch, folder: Path, device:
                     return
 
 
-WAYS: dict[str, Callable[[Model, TensorDataset, Switch, Path, str], None]]
+WAYS: dict[str, Callable[[nn.Module, TensorDataset, Switch, Path, str], None]]
 WAYS = {"callback": callback, "lightning": lightning, "run": run}
 
 
@@ -273,21 +285,26 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--step-ms", nargs="+", type=float, default=[10, 30, 60, 125])
     parser.add_argument("--seconds", type=float, default=18, help="for each row")
+    parser.add_argument("--block-s", type=float, default=0.5, help="seconds of a block")
+    parser.add_argument("--gpt2", action="store_true", help="--step-ms is then only the length of a block's steps")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     asked = parser.parse_args()
     warnings.simplefilter("ignore")  # those of the trainers
     torch.set_num_threads(1)  # one busy core of a shared machine is steadier than two
-    per_layer_ms = layer_ms(asked.device)
+    per_layer_ms = 0.0 if asked.gpt2 else layer_ms(asked.device)
+    words, length = (50257, 1024) if asked.gpt2 else (WORDS, LENGTH)
     name = torch.cuda.get_device_name() if asked.device == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, blocks of half a second, {asked.seconds:.0f} s per row\n")
+    print(f"{name}, torch {torch.__version__}, blocks of {asked.block_s:g} s, {asked.seconds:.0f} s per row\n")
     print("| way | step ms | blocks | own work per step | own work ratio | calls per step | wall | CPU |")
     print("|---|---|---|---|---|---|---|---|")
     for way in asked.ways:
         for step_ms in asked.step_ms:
-            switch = Switch(step_ms, asked.seconds, asked.device)
-            data = TensorDataset(torch.randint(WORDS, (BATCH * switch.num_steps, LENGTH)))
+            switch = Switch(step_ms, asked.seconds, asked.block_s, asked.device)
+            switch.batch_size = 16 if asked.gpt2 else BATCH
+            data = TensorDataset(torch.randint(words, (switch.batch_size * switch.num_steps, length)))
+            model = gpt2(asked.device) if asked.gpt2 else Model(max(1, round(step_ms / per_layer_ms)))
             with tempfile.TemporaryDirectory() as folder:
-                WAYS[way](Model(max(1, round(step_ms / per_layer_ms))), data, switch, Path(folder), asked.device)
+                WAYS[way](model, data, switch, Path(folder), asked.device)
             bare_ms = statistics.median((switch.wall_ms if asked.device == "cuda" else switch.cpu_ms)[OFF])
             own_us = statistics.median(switch.own_us)
             own = f"{own_us:.0f} µs | {1 + own_us / 1e3 / bare_ms:.4f} | {statistics.median(switch.calls):.1f}"

@@ -1,7 +1,7 @@
 """What Stepscope costs a step: the same loop bare, outside every window, and in the clean window.
 
     python benchmarks/overhead.py                # a CPU step of about 10 ms
-    python benchmarks/overhead.py --device cuda  # GPU steps of about 10 ms, device-bound and launch-bound, and nanoGPT
+    python benchmarks/overhead.py --device cuda  # GPU steps of about 10 ms, device- and launch-bound, and nanoGPT
 
 All three are interleaved in one process, in blocks of steps, in random order within each round. A block includes all
 that is left to do for the steps recorded in it. The figure is the median over the rounds of a block's ratio to the

@@ -146,7 +146,7 @@ def test_a_missing_recording_is_one_line():
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
         "",
-        "stepscope show: there is no no-such-folder. `stepscope run train.py` records a run\n",
+        "stepscope show: no-such-folder does not exist. `stepscope run train.py` records a run\n",
     )
 
 

@@ -105,7 +105,7 @@ def test_a_trace_of_the_host_alone_has_copies_with_a_saving(tmp_path):
     [
         (("--attention", "--copies", "x"), "--attention and --copies"),
         (("--copies", "--memory", "x"), "--memory and --copies"),
-        (("--copies", "nothing.json"), "there is no nothing.json"),
+        (("--copies", "nothing.json"), "nothing.json does not exist"),
         (("--attention", "a", "b"), "--attention reads one path"),
         (("--copies", "--step", "1", "x"), "--step does not go with --copies"),
         (("--attention", "-o", "a.svg", "x"), "-o draws memory over time"),

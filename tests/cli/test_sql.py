@@ -338,7 +338,7 @@ def test_a_wrong_query_is_one_line_with_the_tables(trace, query, what):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["nothing.json", "select 1"], "there is no nothing.json"),
+        (["nothing.json", "select 1"], "nothing.json does not exist"),
         (["."], "QUERY"),
         ([], "PATH, QUERY"),
         ([".", "select 1"], "is empty"),

@@ -108,7 +108,7 @@ def test_nothing_found_where_nothing_could_look_is_no_health():
 
     shown = " ".join(terminal_text(diagnosis_document(blind), 200).split())
     assert "These checks found no problem." in shown and "1 check passed, 3 could not run." in shown
-    assert "No problems found" not in shown  # without a ledger, nobody knows
+    assert "No problems found" not in shown  # unknown without a ledger
     assert "No problems found" not in terminal_text(diagnosis_document(idle), 200)
     assert "idle for 75.0 %" in terminal_text(diagnosis_document(idle), 200)
 

@@ -30,7 +30,7 @@ def test_a_processor_that_waits(tmp_path, label, confidence):
     assert finding.saving_ns == 4e6
     assert finding.confidence == confidence
     assert "4.00 ms per step (40 % of 10.0 ms)" in finding.sentence
-    assert ("waits" in finding.sentence) == (label == "data"), "without a DataLoader, nobody knows"
+    assert ("waits" in finding.sentence) == (label == "data"), "unknown without a DataLoader"
 
 
 def test_little_of_a_step_on_a_processor(tmp_path):

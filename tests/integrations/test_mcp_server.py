@@ -216,7 +216,7 @@ def test_a_query_ends_after_its_rows_and_takes_bounded_memory(answers):
         ("absolute", "/etc/passwd is outside"),
         ("through a link", "out/secret.json is outside"),
         ("a link inside", "samples.jsonl is outside"),
-        ("not there", "there is no runs/none"),
+        ("not there", "runs/none does not exist"),
         ("too long", "is not a path"),
         ("no path", "is not a path"),
         ("own code", "train.py:build runs code: start the server with `stepscope mcp --allow-run`"),

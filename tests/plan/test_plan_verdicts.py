@@ -156,7 +156,7 @@ def test_what_is_not_known_is_a_range_that_holds_every_device_that_is():
     [(None, "too close to call"), (0.9, "does not fit"), (1.1, "fits"), (1.01, "too close to call")],
 )
 def test_a_verdict_holds_for_all_that_the_device_may_have(plan, share, verdict):
-    """A device that has so much of what the program needs; or nobody knows whether it has."""
+    """A device that has so much of what the program needs, or of which that is unknown."""
     device = find_device("NVIDIA H200")
     needed = plan("plain").peak_reserved_bytes
     visible = None if share is None else int(share * needed) + CONTEXT_BYTES

@@ -66,7 +66,7 @@ def test_what_is_not_there_is_refused_with_what_is(trace, capsys, asked, answer)
 
 
 def test_a_path_that_is_not_there(trace, capsys):
-    assert "there is no other.json" in failed(capsys, "other.json", "perfetto")
+    assert "other.json does not exist" in failed(capsys, "other.json", "perfetto")
 
 
 def test_a_trace_without_modules_says_how_to_have_them(tmp_path, monkeypatch, capsys):

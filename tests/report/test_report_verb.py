@@ -85,7 +85,7 @@ def test_default_places(recording, tmp_path):
     [
         ([], "no path was given"),
         (["run", "--from", "run"], "PATH and --from both"),
-        (["nothing"], "there is no nothing"),
+        (["nothing"], "nothing does not exist"),
         (["run", "-o", "report.pdf"], ".html, .md or .json file, or a folder"),
         (["run", "-o", "no/such/report.html"], "folder no/such does not exist"),
         (["run", "-o", "run"], "is not empty. Use --force"),

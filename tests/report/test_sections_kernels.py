@@ -30,7 +30,7 @@ def sums(chart: Bars) -> list[float]:
 
 
 def a_step() -> TraceBuilder:
-    """Two products, a kernel that nobody knows, a copy and a wait; idle from 22 to 40 µs and from 60 to 100."""
+    """Two products, an unknown kernel, a copy and a wait; idle from 22 to 40 µs and from 60 to 100."""
     trace = TraceBuilder().step(1, 0, 200).op("aten::mm", 0, 8, id=1).launch("gemm_kernel", 1, (10, 4), id=1)
     trace.launch("what_nobody_knows", 9, (14, 8))
     trace.op("aten::mm", 30, 8, id=2).launch("gemm_kernel", 31, (40, 20), id=2)

@@ -53,7 +53,7 @@ def kind_of(path: Path) -> Kind:
     try:
         follow_link(path)
         if not path.exists():
-            raise UsageError(f"there is no {path}{_instead_of(path)}")
+            raise UsageError(f"{path} does not exist{_instead_of(path)}")
         if path.is_dir():
             return next((kind for name, kind in _FILES.items() if (path / name).is_file()), Kind.RANKS)
         if not path.is_file():

@@ -78,7 +78,7 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
 
 
 def last_account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
-    """Return the account of a trace that nobody else needs: it loses what is not in the account, to save memory."""
+    """Return the account of a trace, and drop the rest of the trace to save memory."""
     kernel = ("grid", "block", "registers_per_thread", "shared_memory_bytes", "occupancy_percent")
     _drop(trace.host, "record_function", "stack")
     _drop(trace.device, *kernel)
