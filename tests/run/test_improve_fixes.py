@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from stepscope.api.improve_search import TRIES
+from stepscope.api.improve_order import TRIES
 from stepscope.findings.fixes import FIXES, code_of
 from stepscope.recorder import fixes as variables
 from stepscope.recorder.model import is_compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import stepscope
 from handmade import MS, sample, write_recording
 from stepscope import session
-from stepscope.api import improve_search
+from stepscope.api import improve_order, improve_search
 from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
 from stepscope.sweep import record_runs
 from stepscope.sweep.record_runs import Failure
@@ -34,7 +35,10 @@ class Machine:
     killed_at: int | None = None
     killed_by: BaseException = field(default_factory=lambda: SystemExit("killed"))
     runs: list[str] = field(default_factory=list)
+    traced: list[str] = field(default_factory=list)
+    num_prefetched: int = 0
     now_s: float = 0.0
+    ledger: Callable[[set[str]], dict[str, float]] | None = None  # what findings promise, with some changes made
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def run_again(self, command, output, options, fix, rehearses, num_traced=0, engine=None):
@@ -45,31 +49,41 @@ class Machine:
             output.mkdir(parents=True)
             (output / "samples.jsonl").write_text('{"step": 0')
             raise self.killed_by
-        self.runs.append(text)
-        self.now_s += RUN_S
         names = [each for each in text.split("+") if each]
-        speed = 1.0
-        for name in names:
-            speed *= self.factors.get(name, 1.0)
-        speed = next((s for some, s in self.together.items() if some <= set(names)), speed)
-        speed *= 1 + self.random.uniform(-self.noise, self.noise)
+        self.now_s += self.seconds(text, num_traced)
+        self.runs.append(text)
+        self.traced += [text] if num_traced else []
+        speed = self.speed(names)
         loss = 1 + self.random.uniform(-self.seedless, self.seedless)
         for name in names:
             loss *= self.losses.get(name, 1.0)
         host = {name: round(ns / speed) for name, ns in self.host_ns.items()}
-        windows = ["warmup"] * 8 + ["clean"] * 20
-        samples = [sample(n, name, host_ns=host, loss=loss * 4 / (n + 1)) for n, name in enumerate(windows)]
+        after = {name: round(1.2 * ns) if num_traced else ns for name, ns in host.items()}  # the trace, on a GPU
+        windows = [("warmup", host)] * 8 + [("clean", host)] * 20 + [("free", after)] * 20
+        losses = [loss * 4 / (n + 1) if n < 28 else None for n in range(48)]
+        samples = [sample(n, name, host_ns=ns, loss=losses[n]) for n, (name, ns) in enumerate(windows)]
         looked = (fix or "").removeprefix("?").split("+")
         facts = [{"id": each.partition("=")[0], "changed": {each: 1}, "left": {}} for each in looked if each]
         for each in facts if is_look else []:
             if each["id"] not in self.known:
                 each |= {"changed": {}, "left": {f"no use for {each['id']}": 1}}
         environment = {"device": "cuda", "device_name": "Made-up", "torch": "2.0"}
-        write_recording(output, {"environment": environment, "fixes": facts}, samples)
+        steps = {"num_prefetched": self.num_prefetched}
+        write_recording(output, {"environment": environment, "fixes": facts, "steps": steps}, samples)
         for name in names or [""]:
             if name in self.failing:
                 return Failure(self.failing[name])
         return None
+
+    def seconds(self, text, num_traced):
+        return RUN_S
+
+    def speed(self, names):
+        speed = 1.0
+        for name in names:
+            speed *= self.factors.get(name, 1.0)
+        speed = next((s for some, s in self.together.items() if some <= set(names)), speed)
+        return speed * (1 + self.random.uniform(-self.noise, self.noise))
 
     @property
     def known(self) -> set[str]:
@@ -86,6 +100,13 @@ def improve(monkeypatch, tmp_path):
     def run(machine, **options):
         monkeypatch.setattr(record_runs, "run_again", machine.run_again)
         monkeypatch.setattr(improve_search.time, "monotonic", lambda: machine.now_s)
+        if machine.ledger is not None:
+
+            def expected(survey, best):
+                changed = [each for fix in best.facts["fixes"] for each in fix["changed"]]
+                return machine.ledger(set() if best is survey else set(changed))
+
+            monkeypatch.setattr(improve_order, "_expected", expected)
         return stepscope.improve("train.py", "--lr", "1", **options)
 
     return run
@@ -126,8 +147,13 @@ def test_a_change_and_the_baseline_alternate_and_one_pair_rejects(improve):
 
     improve(machine, fix=["autocast", "cudnn_benchmark"])
 
-    # The survey, then pairs of the baseline and autocast, one try of cuDNN, and the third pair at the end.
-    assert machine.runs == ["", "", "autocast", "", "autocast", "autocast+cudnn_benchmark", "", "autocast"]
+    # The survey, a pair of the baseline and autocast, which is clear, one try of cuDNN, and two pairs at the end.
+    assert machine.runs == ["", "", "autocast", "autocast+cudnn_benchmark", "", "autocast", "", "autocast"]
+    machine = Machine({"autocast": 1.2, "cudnn_benchmark": 1.05})
+    improve(machine, fix=["autocast", "cudnn_benchmark"])
+    # A smaller gain takes two pairs. The second run of what was kept is the reference of the next, with the first.
+    both = "autocast+cudnn_benchmark"
+    assert machine.runs[2:7] == ["autocast", "", "autocast", both, both]
 
 
 def test_nothing_pays_and_the_screen_says_what_was_tried(improve):
@@ -188,6 +214,98 @@ def test_a_better_mode_of_the_compiler_replaces_the_first(improve):
     assert result.code == ('model.compile(mode="reduce-overhead")  # before training',)
 
 
+@dataclass
+class ConvolutionsInFloat32(Machine):
+    """A ResNet-50 on a fast GPU: with less work for the GPU, the host becomes the bottleneck.
+
+    Its changes work on the GPU's milliseconds; a step takes as long as the slower side.
+    """
+
+    factors: dict[str, float] = field(
+        default_factory=lambda: (
+            {"memory_layout": 1.42, "autocast": 2.0, "cudnn_benchmark": 1.04, "compile": 1.05}
+            | {"unfused_optimizer": 1.03, "expandable_segments": 1.0, "fp32_matmul": 1.0}
+        )
+    )
+    compiled: set[frozenset[str]] = field(default_factory=set)  # what the compiler's cache has
+
+    def sides_ms(self, names):
+        gpu_ms, host_ms = 58.0, 31.0
+        for name in names:
+            gpu_ms /= self.factors.get(name, 1.05)
+        return gpu_ms, (9.0 if "launch_bound" in names else 33.0 if "compile" in names else host_ms)
+
+    def seconds(self, text, num_traced):
+        names = frozenset(text.split("+"))
+        graph = names - {"cudnn_benchmark", "unfused_optimizer"}  # which change no compiled code
+        compile_s = 0 if not names & {"compile", "launch_bound"} else 15 if graph in self.compiled else 35
+        self.compiled.add(graph)
+        return 25 + compile_s + (4 if num_traced else 0)
+
+    def speed(self, names):
+        gpu_ms, host_ms = self.sides_ms(names)
+        noise = 0.05 if host_ms > gpu_ms else 0.002
+        return 10 / max(gpu_ms, host_ms) * (1 + self.random.uniform(-noise, noise))
+
+    def promised(self, names):
+        self.now_s += 4
+        gpu_ms, host_ms = self.sides_ms(names)
+        step_ms = max(gpu_ms, host_ms)
+        ledger = {"launch_bound": 1 - gpu_ms / step_ms, "autocast": 0.25 * gpu_ms / step_ms}
+        ledger |= {} if "memory_layout" in names else {"memory_layout": 0.275}
+        return ledger | (
+            {} if {"compile", "launch_bound"} & names else {"unfused_elementwise": 0.3 * gpu_ms / step_ms}
+        )
+
+
+def test_a_kept_change_moves_the_bottleneck_and_the_order_follows(improve):
+    """GIVEN nine minutes WHEN two changes make the host the bottleneck THEN CUDA graphs come next, then the rest."""
+    machine = ConvolutionsInFloat32()
+    machine.ledger = machine.promised
+    result = improve(machine, minutes=9)
+
+    kept = ("memory_layout", "autocast", "launch_bound", "cudnn_benchmark", "unfused_optimizer")
+    assert result.kept == kept and result.gain.factor > 3 and result.gain.low > 3
+    assert machine.now_s <= 540 and result.gain.num_runs >= (2, 2)
+    layout, low, graphs, tuned, fused = ("+".join(kept[:num]) for num in range(1, 6))
+    # One pair each for what is clear; the first reference on top of CUDA graphs is the run that was kept.
+    assert (
+        machine.runs[:8] == ["", "", layout, low, graphs, tuned, graphs, tuned] and machine.runs[8:10] == [fused] * 2
+    )
+    promised = {trial.fix: trial.promise_share for trial in result.trials}
+    assert promised["launch_bound"] > 0.3 > promised["autocast"] > 0.2 and promised["unfused_optimizer"] is None
+
+
+def test_a_search_with_new_ledgers_goes_on_after_a_kill(improve):
+    whole, machine = ConvolutionsInFloat32(), ConvolutionsInFloat32(killed_at=6)
+    whole.ledger, machine.ledger = whole.promised, machine.promised
+    first = improve(whole, minutes=9, output="whole")
+
+    with pytest.raises(SystemExit):
+        improve(machine, minutes=9)
+    assert improve(machine, minutes=9).kept == first.kept and machine.runs == whole.runs
+
+
+def test_steps_after_a_trace_do_not_count_on_a_gpu_and_prefetched_ones_are_traced_apart(improve):
+    kept = ("memory_layout", "autocast", "launch_bound")
+    best = ["+".join(kept[:num]) for num in range(1, 4)]
+    for num_prefetched, runs in ((0, ["", "", *best]), (8, ["", "", best[0], best[0], best[1], best[2]])):
+        machine = ConvolutionsInFloat32(num_prefetched=num_prefetched)
+        machine.ledger = machine.promised
+        result = improve(machine, fix=kept, output=f"out{num_prefetched}")
+        assert result.kept == kept and machine.runs[: len(runs)] == runs
+        assert machine.traced == ["", best[0]]  # with one change left, there is no order to choose
+        assert result.trials[0].gain.factor == pytest.approx(1.42, rel=0.01)
+
+
+def test_without_a_new_ledger_the_order_stays(improve):
+    machine = ConvolutionsInFloat32()
+    machine.ledger = lambda names: {"memory_layout": 0.3, "unfused_optimizer": 0.1} if not names else {}
+    improve(machine, minutes=9)
+
+    assert machine.runs[2] == "memory_layout" and machine.runs[3] == "memory_layout+unfused_optimizer"
+
+
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 7])
 def test_after_a_kill_the_same_call_goes_on_and_repeats_nothing(improve, killed_at):
     whole, machine = Machine({"autocast": 1.5, "compile": 1.4}), Machine({"autocast": 1.5, "compile": 1.4})
@@ -208,7 +326,7 @@ def test_an_interrupt_before_anything_is_measured_is_one(improve):
 
 
 def test_after_an_interrupt_the_same_command_goes_on(improve):
-    machine = Machine(factors={"compile": 2.0}, killed_at=4, killed_by=KeyboardInterrupt())
+    machine = Machine(factors={"compile": 1.2}, killed_at=4, killed_by=KeyboardInterrupt())
     first = improve(machine)
     assert first.is_interrupted and not first.is_finished and len(machine.runs) == 4
     second = improve(machine)
@@ -217,7 +335,7 @@ def test_after_an_interrupt_the_same_command_goes_on(improve):
 
 
 def test_a_finished_folder_is_not_overwritten_and_resume_goes_on_with_more_time(improve):
-    machine = Machine({"autocast": 1.5, "compile": 1.4})
+    machine = Machine({"autocast": 1.2, "compile": 1.4})
     first = improve(machine, minutes=1.2, output="out")
     num_runs = len(machine.runs)
 
@@ -227,7 +345,7 @@ def test_a_finished_folder_is_not_overwritten_and_resume_goes_on_with_more_time(
         improve(machine, output="out")
     second = improve(machine, minutes=20, output="out", resume=True)
     assert second.kept == ("autocast", "compile") and second.is_finished
-    assert len(machine.runs) == second.num_runs > num_runs
+    assert len(machine.runs) >= second.num_runs > num_runs
     with pytest.raises(UsageError, match="no runs of this command"):
         improve(machine, output="out", resume=True, clean=10)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,18 @@ from stepscope.analysis.comparison.verification import (
     steps_ns,
 )
 from stepscope.analysis.time.summary import clean_step_ns
+from stepscope.api.improve_order import (
+    BY_PROMISE,
+    COMPILE_S,
+    FIXED_ORDER,
+    PHASE_OF,
+    TRIES,
+    Promises,
+    is_compiler,
+    is_gpu,
+    phase_share,
+    refusals,
+)
 from stepscope.api.verification import attempt, need_timed, read_attempt
 from stepscope.errors import UsageError
 from stepscope.findings.fixes import parse_fix
@@ -35,48 +48,15 @@ if TYPE_CHECKING:
     from stepscope.sweep.run_log import RunLog
     from stepscope.trace.recording import Recording
 
-TRIES = (
-    "waiting_for_data",
-    "memory_layout",
-    "autocast",
-    "sdpa",
-    "cudnn_benchmark",
-    "unfused_optimizer",
-    "threads",
-    "fp32_matmul",
-    "pageable_copies",
-    "attention_backend=cudnn",
-    "expandable_segments",
-    "compile",
-    "launch_bound",
-    "compile=max-autotune-no-cudagraphs",
-)
-"""The order without a ledger: what usually saves most first, what compiles last."""
-COMPILERS = ("compile", "launch_bound")  # one replaces the other
-NEED_GPU = ("launch_bound", "attention_backend", "compile=max-autotune-no-cudagraphs")
-PHASE_OF = {"waiting_for_data": "data", "unfused_optimizer": "optimizer"}
-"""Changes that can save at most one phase of a step."""
 BASELINE = ""
 UNCHANGED = "the unchanged script"
 FINAL_PAIRS = 3
-NUM_TRACED = 2
-COMPILE_S = {"compile": 30.0, "launch_bound": 30.0, "compile=max-autotune-no-cudagraphs": 180.0}
-"""What compiling may add to a run, before one was measured."""
 _LONGEST_BETWEEN = 2  # runs between a reference and what is compared with it
 Say = Callable[[str], None]
 
 
 class OutOfTime(Exception):
     """The next run would not end in time."""
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What a run of the unchanged script says about every change."""
-
-    rehearsal: Attempt
-    refused: dict[str, str]  # change → why it cannot pay
-    most_shares: dict[str, float]  # change → the share of a step in the phase that it is about
 
 
 class Search:
@@ -95,7 +75,8 @@ class Search:
         self._order: list[str] = []  # the changes of every run, in order
         self.spent_s = 0.0
         self.trials: dict[str, Trial] = {}  # the last one of each change
-        self._promised: dict[str, float | None] = {}
+        self._promises: Promises
+        self.order = FIXED_ORDER
         self._tried_on: dict[str, tuple[str, ...]] = {}
         self.kept: list[str] = []
         self.gain: Factor | None = None
@@ -115,7 +96,7 @@ class Search:
             done = read_attempt(self._log.folder / str(row["name"]), number, row["failure"], False)
             seconds = row["seconds"]
         else:
-            name = f"run-{number:03d}-{os.getpid()}"
+            name = f"run-{len(self._log.rows):03d}-{os.getpid()}"
             begun = time.monotonic()
             timeout_s = self._options.timeout_s if limit_s is None else min(self._options.timeout_s, limit_s)
             done = attempt(
@@ -133,12 +114,16 @@ class Search:
                 raise OutOfTime
             self._log.append({"name": name, "fixes": fixes, "failure": done.failure, "seconds": seconds})
         self.spent_s += seconds
+        if num_traced and look is None and done.recording is not None and is_gpu(done.recording):
+            # After a trace, the driver's library stays attached and slows launches down.
+            timed = tuple(one for one in done.recording.samples if one.window in ("warmup", "clean"))
+            done = replace(done, recording=replace(done.recording, samples=timed))
         self.attempts[fixes].append(done)
         self._seconds[fixes].append(seconds)
         self._order.append(fixes)
         return done
 
-    def survey(self, num_traced: int) -> Survey:
+    def survey(self, num_traced: int) -> Attempt:
         """Run the unchanged script once, looking at what each change would change."""
         ids = [text for text in TRIES if not text.startswith(("compile=", "launch_bound"))]
         try:
@@ -147,57 +132,71 @@ class Search:
             least = f"more than {self.limit_s / 60:g} --minutes"
             raise UsageError(f"one run of the unchanged script takes longer than that: set {least}") from None
         need_timed(done, self._options)
-        recording = done.recording
-        assert recording is not None
-        is_gpu = (recording.facts.get("environment") or {}).get("device") == "cuda"
-        refused: dict[str, str] = {}
-        for facts in recording.facts.get("fixes") or []:
-            if not facts["changed"]:
-                refused[facts["id"]] = "; ".join(facts["left"]) or facts["nothing_seen"]
-        for name in COMPILERS:
-            if "compile" in refused:
-                refused[name] = refused["compile"]
-        if not is_gpu:
-            refused |= dict.fromkeys(NEED_GPU, "no GPU was used")
-        shares = {name: _phase_share(recording, phase) for name, phase in PHASE_OF.items()}
-        most_shares = {name: share for name, share in shares.items() if share is not None}
-        for name, share in most_shares.items():
-            if share < LEAST_GAIN:
-                refused.setdefault(name, f"it can save at most {percent(share)} of a step")
-        return Survey(done, refused, most_shares)
+        return done
 
     # -- the search -----------------------------------------------------------------------------------------------
 
-    def run(self, survey: Survey, tries: Sequence[tuple[str, float | None]]) -> None:
-        """Try changes with what the ledger promises of each, in this order, then measure the best again.
+    def run(self, survey: Attempt, wanted: Sequence[str], problem: str | None) -> None:
+        """Try changes, those that promise most per second first, then measure the best again.
 
-        What did not pay is tried again after another change was kept: bfloat16 may pay only channels last.
+        A change that is kept moves the bottleneck, so the order is taken again from a new ledger. What did not pay is
+        tried again after another change was kept: bfloat16 may pay only channels last.
         """
-        self._promised = dict(tries)
-        for text in self._promised:
-            if refused := survey.refused.get(text) or survey.refused.get(text.partition("=")[0]):
+        assert survey.recording is not None
+        self._survey, self._promises = survey, Promises(survey.recording, problem is None)
+        problem = self._look(wanted, survey.recording) or problem
+        self.order = BY_PROMISE if self._promises.shares else FIXED_ORDER
+        self.order += f"; the ledger could not be computed: {problem}" if problem else ""
+        self._say(f"trying in {self.order}")
+        no_use = refusals(survey.recording)
+        for text in wanted:
+            if refused := no_use.get(text) or no_use.get(text.partition("=")[0]):
                 self._note(Trial(text, (), found.NOT_APPLIED, refused))
-        waiting = [text for text in self._promised if text not in self.trials]
+        waiting = self._ordered(text for text in wanted if text not in self.trials)
         try:
             need_timed(self._run(BASELINE), self._options)
             while waiting:
-                text = waiting.pop(0)
-                self._tried_on[text] = tuple(self.kept)
+                text, best = waiting.pop(0), list(self.kept)
+                self._tried_on[text] = tuple(best)
                 try:
                     refused = self._needless(text)
-                    is_needless = Trial(text, tuple(self.kept), found.NOT_APPLIED, refused)
-                    self._note(self._try(text, survey.rehearsal) if refused is None else is_needless)
+                    is_needless = Trial(text, tuple(best), found.NOT_APPLIED, refused)
+                    self._note(self._try(text, len(waiting) > 1) if refused is None else is_needless)
                 except OutOfTime:
                     self._leave(text, f"no time was left: set more than {self.limit_s / 60:g} --minutes")
                 waiting = waiting or self._worth_another_try()
+                if self.kept != best and len(waiting) > 1:
+                    self._look_again(waiting)
+                waiting = self._ordered(waiting)
             self.is_finished = not any(each.status in found.OPEN for each in self.trials.values())
         except KeyboardInterrupt:
             if not steps_ns(self.attempts[BASELINE][1:]):
                 raise  # nothing was measured yet
-            for text in (text for text in self._promised if text not in self.trials):
+            for text in (text for text in wanted if text not in self.trials):
                 self._leave(text, found.INTERRUPTED)
         if self.kept:
             self._prove()
+
+    def _look(self, changes: Sequence[str], best: Recording) -> str | None:
+        """Take what changes promise from the ledger of the best; return why it could not be computed."""
+        begun = time.monotonic()
+        problem = self._promises.look(changes, best)
+        self.spent_s += time.monotonic() - begun
+        return problem
+
+    def _look_again(self, waiting: Sequence[str]) -> None:
+        """Take a new ledger from the first run of the best, or from another one if that could not be traced."""
+        best = "+".join(self.kept)
+        done = self.attempts[best][0]
+        if self._promises.num_traced and not self._promises.num_traced_with(best):
+            with suppress(OutOfTime):
+                limit_s, num_traced = self._need(self._expected_s(best)), self._promises.num_traced
+                done = self._run(f"ledger of {best}", num_traced=num_traced, look=best, limit_s=limit_s)
+        if done.recording is not None and self._look(waiting, done.recording) is None:
+            self._say(f"with {best}, the order is now {', '.join(self._ordered(waiting))}")
+
+    def _ordered(self, changes: Iterable[str]) -> list[str]:
+        return self._promises.ordered(changes, fmean(self._seconds[BASELINE]))
 
     def _leave(self, text: str, reason: str) -> None:
         """Note that a change was not tried to the end; what was measured of it stays."""
@@ -207,7 +206,7 @@ class Search:
         self._note(replace(trial, reason=reason))
 
     def _worth_another_try(self) -> list[str]:
-        """Return the changes that did not pay before the last one was kept."""
+        """Return the changes that did not pay before another one was kept."""
         return [
             text
             for text, before in self._tried_on.items()
@@ -216,6 +215,10 @@ class Search:
 
     def _needless(self, text: str) -> str | None:
         """Return why a change cannot add anything to those kept."""
+        now = self.attempts["+".join(self.kept)][-1].recording
+        share = phase_share(now, PHASE_OF[text]) if text in PHASE_OF and now is not None else None
+        if share is not None and share < LEAST_GAIN:
+            return f"it can save at most {percent(share)} of a step"
         is_compiled = any(map(is_compiler, self.kept))
         tried = self.trials.get("compile")
         if text.startswith("compile=") and tried and tried.status not in found.OPEN and not is_compiled:
@@ -228,8 +231,11 @@ class Search:
                 return "no matrix product runs in float32"
         return None
 
-    def _try(self, text: str, rehearsal: Attempt) -> Trial:
-        """Measure a change on top of those kept, in pairs of runs, until it is clear whether it pays."""
+    def _try(self, text: str, is_traced: bool) -> Trial:
+        """Measure a change on top of those kept, in pairs of runs, until it is clear whether it pays.
+
+        Its first run is traced after the timed steps: if it is kept, others are tried in the order of its ledger.
+        """
         before, replaced = "+".join(self.kept), None
         rest = list(self.kept)
         if is_compiler(text):
@@ -242,17 +248,16 @@ class Search:
         times: tuple[list[float], list[float]] = ([], [])
         trial = Trial(text, tuple(self.kept), found.NO_GAIN)
         while True:
-            before_s = fmean(self._seconds[before])
-            after_s = fmean(self._seconds[after] or [before_s + COMPILE_S.get(text, 0.0)])
-            if len(self._seconds[after]) == 1 and text in COMPILE_S:
-                after_s = (before_s + after_s) / 2  # what was compiled before is in the compiler's cache
             self._say(f"trying {text} on top of {before or UNCHANGED}, pair {len(times[1]) + 1}")
-            if before not in self._order[-_LONGEST_BETWEEN:] or times[0]:
-                self._need(before_s + after_s)
+            timed = steps_ns(self.attempts[before])
+            if before not in self._order[-_LONGEST_BETWEEN:] or len(timed) <= len(times[1]):
+                self._need(self._expected_s(before) + self._expected_s(after, text, before))
                 if (failure := self._run(before).failure) is not None:
                     return replace(trial, status=found.FAILED, reason=f"a run without it failed: {failure}")
-            done = self._run(after, limit_s=self._need(after_s))
-            refused = refusal(plan, rehearsal, [done])
+            num_traced = self._promises.num_traced_with(after) if is_traced and not times[1] else 0
+            limit_s = self._need(self._expected_s(after, text, before))
+            done = self._run(after, num_traced=num_traced, limit_s=limit_s)
+            refused = refusal(plan, self._survey, [done])
             if refused is not None:
                 status = found.FAILED if done.failure is not None else found.NOT_APPLIED
                 return replace(trial, status=status, reason=refused.reason, changed=refused.changed)
@@ -263,8 +268,8 @@ class Search:
                 return replace(trial, status=found.FAILED, reason="the script ended before any step was timed")
             if reason := _wrong(losses):
                 return replace(trial, status=found.WRONG, reason=reason)
-            times[0].append(steps_ns(self.attempts[before])[-1])
             times[1].append(steps_ns([done])[0])
+            times = steps_ns(self.attempts[before])[-len(times[1]) :], times[1]
             decision = verdict(*times, self.noise_share())
             trial = replace(trial, gain=factor_of(*times))
             if decision is None:
@@ -290,7 +295,7 @@ class Search:
         rounded = f"rounding={low}"
         if not self.attempts[rounded]:
             self._say(f"measuring how far rounding to {low} moves the losses")
-            self._run(rounded, limit_s=None if is_last else self._need(fmean(self._seconds[BASELINE])))
+            self._run(rounded, limit_s=None if is_last else self._need(self._expected_s(BASELINE)))
         found_by = [each for each in self.attempts[rounded] if each.failure is None]
         return gate(plan, self.attempts[BASELINE], self.attempts[plan.fix], found_by)
 
@@ -300,6 +305,16 @@ class Search:
         if replaced is not None:
             self.trials[replaced] = replace(self.trials[replaced], status=found.REPLACED, reason=f"{text} is faster")
 
+    def _expected_s(self, fixes: str, text: str = "", before: str = BASELINE) -> float:
+        """Return how long a run is expected to take; if it is the first one, with `text` on top of `before`."""
+        seconds = self._seconds[fixes]
+        is_compiled = any(map(is_compiler, fixes.split("+")))
+        if not seconds:  # what was compiled without the change may be compiled again
+            return (self._seconds[before][0] if is_compiled else self._expected_s(before)) + COMPILE_S.get(text, 0.0)
+        if len(seconds) == 1 and is_compiled:  # the next one finds the compiler's cache
+            return (fmean(self._seconds[BASELINE]) + seconds[0]) / 2
+        return fmean(seconds[1:] or seconds)
+
     def _need(self, estimate_s: float) -> float:
         """Return the seconds that a run may take; OutOfTime if it is expected to take longer.
 
@@ -307,7 +322,7 @@ class Search:
         """
         last = 0.0
         if self.kept:
-            last = 2 * (fmean(self._seconds[BASELINE]) + fmean(self._seconds["+".join(self.kept)]))
+            last = 2 * (self._expected_s(BASELINE) + self._expected_s("+".join(self.kept)))
         left_s = self.limit_s - self.spent_s - last
         if left_s < estimate_s:
             raise OutOfTime
@@ -318,7 +333,7 @@ class Search:
         best = "+".join(self.kept)
         try:
             while not self._is_proven():
-                pair_s = fmean(self._seconds[BASELINE]) + fmean(self._seconds[best])
+                pair_s = self._expected_s(BASELINE) + self._expected_s(best)
                 if self.limit_s - self.spent_s < pair_s and len(self._pairs[1]) >= 2:
                     break
                 self._say(f"measuring {best} against {UNCHANGED}, pair {len(self._pairs[1]) + 1}")
@@ -357,13 +372,9 @@ class Search:
         return self._gate(Plan(best, parse_fix(best).arithmetic, (), self._tolerance), is_last=True)
 
     def _note(self, trial: Trial) -> None:
-        trial = replace(trial, promise_share=self._promised.get(trial.fix))
+        trial = replace(trial, promise_share=self._promises.shares.get(trial.fix))
         self.trials[trial.fix] = trial
         self._say(trial_line(trial))
-
-
-def is_compiler(text: str) -> bool:
-    return text.partition("=")[0] in COMPILERS
 
 
 def _wrong(losses: LossCheck) -> str | None:
@@ -382,15 +393,3 @@ def _halves(done: Attempt) -> float | None:
         return None
     means = [fmean(steps[: len(steps) // 2]), fmean(steps[len(steps) // 2 :])]
     return max(means) / min(means) - 1
-
-
-def _phase_share(recording: Recording, phase: str) -> float | None:
-    """Return the share of a phase in the timed steps, on the GPU's clock if there is one, or the host's if longer."""
-    shares = []
-    for name in ("host_ns", "device_ns"):
-        parts = [getattr(sample, name) for sample in recording.window("clean")]
-        if parts and all(parts) and sum(sum(each.values()) for each in parts):
-            names = (phase, "before_forward") if phase == "data" else (phase,)
-            named = sum(each.get(one, 0) for each in parts for one in names)
-            shares.append(named / sum(sum(each.values()) for each in parts))
-    return max(shares, default=None)

@@ -11,17 +11,14 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from stepscope.errors import MissingDependencyError, StepscopeError, UsageError, need_torch
+from stepscope.errors import MissingDependencyError, UsageError, need_torch
 from stepscope.formatting import percent
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.improvement import Improvement
-    from stepscope.analysis.comparison.verification import Attempt
-    from stepscope.api.improve_search import Search, Survey
+    from stepscope.api.improve_search import Search
     from stepscope.sweep.record_runs import Command
 
-FIXED_ORDER = "the fixed order"
-LARGE_SHARE = 0.25  # of a step: a phase that long is looked at first
 NOISY_SHARE = 0.25  # by which runs of the same program differ
 Say = Callable[[str], None]
 
@@ -53,7 +50,8 @@ def improve(
     >>> improve("train.py", "--lr", "3e-4", minutes=10).gain.factor  # doctest: +SKIP
     """
     need_torch()
-    from stepscope.api.improve_search import NUM_TRACED, TRIES, Search
+    from stepscope.api.improve_order import NUM_TRACED, TRIES
+    from stepscope.api.improve_search import Search
     from stepscope.api.verification import FEWEST_WARMUP
     from stepscope.sweep.record_runs import Options, script_command
     from stepscope.sweep.run_log import RunLog
@@ -81,11 +79,8 @@ def improve(
             say(f"continuing in {folder} with {len(log.rows)} runs from before")
         say("running the unchanged script, to see what each change would do")
         problem = _unreadable()
-        survey = search.survey(0 if problem else NUM_TRACED)
-        tries, order = _ordered(wanted, survey, problem)
-        say(f"trying in {order}")
-        search.run(survey, tries)
-        result = _improvement(search, command, folder, order)
+        search.run(search.survey(0 if problem else NUM_TRACED), wanted, problem)
+        result = _improvement(search, command, folder)
         if not result.is_interrupted:  # the same command goes on
             log.write(result.to_json())
     return result
@@ -147,53 +142,7 @@ def _unreadable() -> str | None:
     return None
 
 
-def _ordered(
-    wanted: Sequence[str], survey: Survey, problem: str | None
-) -> tuple[list[tuple[str, float | None]], str]:
-    """Return changes with the share of a step that the ledger promises, the largest first, and why so.
-
-    Without a ledger, the phases of the step show how much some changes can save at most.
-    """
-    from stepscope.api.improve_search import is_compiler
-    from stepscope.findings.fixes import FIXES
-
-    promised: dict[str, float] = {}
-    if problem is None:
-        try:
-            promised = _promised(survey.rehearsal)
-        except StepscopeError as error:
-            problem = str(error)
-    shares: dict[str, float | None] = {}
-    for text in wanted:
-        fix = FIXES[text.partition("=")[0]]
-        most = survey.most_shares.get(text, 0.0)
-        if fix.id not in promised and most > LARGE_SHARE:
-            promised[fix.id] = most
-        found = [promised[name] for name in (fix.id, *fix.findings) if name in promised]
-        shares[text] = max(found) if found and not text.startswith("compile=") else None
-    # What compiles comes last: every change after it would be compiled again.
-    ordered = sorted(shares.items(), key=lambda each: (is_compiler(each[0]), -(each[1] or 0.0)))
-    order = "the order of what promises most" if any(shares.values()) else FIXED_ORDER
-    return ordered, order if problem is None else f"{order}; the ledger could not be computed: {problem}"
-
-
-def _promised(rehearsal: Attempt) -> dict[str, float]:
-    """Return what diagnose expects to save, as a share of the step, by finding."""
-    from stepscope.findings.diagnose import diagnose
-    from stepscope.session import open_session
-
-    assert rehearsal.recording is not None
-    diagnosis = diagnose(open_session(rehearsal.recording.folder).case)
-    if not diagnosis.step_ns:
-        return {}
-    promised: dict[str, float] = {}
-    for each in diagnosis.findings:
-        if each.saving_ns:
-            promised[each.id] = max(promised.get(each.id, 0.0), each.saving_ns / diagnosis.step_ns)
-    return promised
-
-
-def _improvement(search: Search, command: Command, folder: Path, order: str) -> Improvement:
+def _improvement(search: Search, command: Command, folder: Path) -> Improvement:
     from stepscope.analysis.comparison.improvement import Improvement
     from stepscope.analysis.comparison.losses import DIFFER, REDUCED, TOLERANCE
     from stepscope.analysis.comparison.verification import loss_noise
@@ -246,7 +195,7 @@ def _improvement(search: Search, command: Command, folder: Path, order: str) -> 
         losses=losses if kept else None,
         trials=tuple(search.trials.values()),
         code=tuple(code),
-        order=order,
+        order=search.order,
         peak_bytes=peaks,
         num_runs=sum(map(len, search.attempts.values())),
         seconds=round(search.spent_s, 1),

@@ -12,6 +12,7 @@ from stepscope.display import Shown
 
 SCHEMA_VERSION = 1
 LEAST_GAIN = 0.02  # a change must make a step shorter by more than this share
+CLEAR_GAIN = 0.2  # one pair is enough for a change that saves more than this share, and more than noise explains
 MOST_PAIRS = 4  # of runs without and with a change, until a gain is called not reproducible
 EXIT_NOTHING_TRIED = 4
 
@@ -45,7 +46,7 @@ class Trial:
     gain: Factor | None = None  # compared with runs of the changes kept before it, in alternation
     losses: LossCheck | None = None  # compared with the unchanged script
     changed: Mapping[str, int] = field(default_factory=dict)  # what it changed in the script, and how often
-    promise_share: float | None = None  # what the ledger of the unchanged script promises, as a share of its step
+    promise_share: float | None = None  # what the last ledger before it promised, as a share of that step
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,16 +106,23 @@ def verdict(before_ns: Sequence[float], after_ns: Sequence[float], noise_share: 
     """Return `kept`, `no gain shown` or `slower` for pairs of runs; None if another pair is needed.
 
     `noise_share` is how far runs of the same program are apart. One pair is enough to drop what does not pay, if that
-    noise cannot hide a gain. To be kept, a change must pay in two pairs or more, beyond chance.
+    noise cannot hide a gain, or to keep what saves far more than noise explains: the best is measured again at the
+    end. To be kept for less, a change must pay in two pairs or more, beyond chance.
 
-    >>> verdict([10.0], [10.1], 0.01), verdict([10.0], [10.1], 0.2), verdict([10.0], [8.0], 0.01)
+    >>> verdict([10.0], [10.1], 0.01), verdict([10.0], [10.1], 0.2), verdict([10.0], [9.0], 0.01)
     ('no gain shown', None, None)
+    >>> verdict([10.0], [7.0], 0.01), verdict([10.0], [7.0], 0.2)
+    ('kept', None)
     >>> verdict([10.0, 10.1], [8.0, 8.1], 0.01)
     'kept'
     """
     found, num_pairs, least = factor_of(before_ns, after_ns), len(after_ns), 1 / (1 - LEAST_GAIN)
     if found.factor > least and found.is_significant:
         return KEPT
+    if num_pairs == 1 and found.factor > max(1 / (1 - CLEAR_GAIN), (1 + noise_share) ** 3):
+        return KEPT
+    if found.high is not None and found.high < least:
+        return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
     if num_pairs < MOST_PAIRS and found.factor * (1 + noise_share) ** (1 / math.sqrt(num_pairs)) > least:
         return None
     return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
