@@ -3,7 +3,7 @@
     python benchmarks/own_figures.py OUT [--only lightning] [--tiny]
 
 Each script runs under `stepscope run` and prints its own pace, in ms per step between two synchronizations. The table
-has the mean of the lines after the windows, the card's average step, and by how much they are apart.
+has the mean of the lines about the steps that the card's average is about, that average, and how far they are apart.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +27,6 @@ SCRIPTS = {
     "lightning": [__file__, "--train", "lightning"],
 }
 PACE = re.compile(r"^step (\d+): ([\d.]+) ms per step", re.M)
-NUM_WINDOWS = 45  # warm-up, clean, trace and memory steps
 
 
 def main() -> int:
@@ -56,12 +56,13 @@ def main() -> int:
             [*stepscope, "run", "--force", "-o", str(folder), *words], capture_output=True, text=True, env=environment
         )
         (asked.out / f"{folder.name}.txt").write_text(done.stdout + done.stderr)
-        own = [float(ms) for step, ms in PACE.findall(done.stdout) if int(step) > 2 * NUM_WINDOWS]
         shown = subprocess.run(
             [*stepscope, "show", str(folder), "--json"], capture_output=True, text=True, env=environment
         )
-        card_ms = json.loads(shown.stdout)["loop"]["step_ns"] / 1e6
-        own_ms = statistics.mean(own)
+        loop = json.loads(shown.stdout)["loop"]
+        first, card_ms = loop["num_steps"] - loop["num_measured"], loop["step_ns"] / 1e6
+        lines = [(int(step), float(ms)) for step, ms in PACE.findall(done.stdout)]
+        own_ms = statistics.mean(ms for (begin, _), (_, ms) in pairwise(lines) if begin >= first)
         print(f"| {name} | {own_ms:.3f} | {card_ms:.3f} | {card_ms / own_ms - 1:+.1%} |", flush=True)
     return 0
 
