@@ -130,11 +130,11 @@ def _expected(survey: Recording, best: Recording) -> dict[str, float]:
 
     diagnosis = diagnose(open_session(best.folder).case)
     promised: dict[str, float] = {}
-    if not diagnosis.step_ns:
+    if not diagnosis.average_ns:
         return promised
     for each in diagnosis.findings:
         if each.saving_ns:
-            promised[each.id] = max(promised.get(each.id, 0.0), each.saving_ns / diagnosis.step_ns)
+            promised[each.id] = max(promised.get(each.id, 0.0), each.saving_ns / diagnosis.average_ns)
     flops = flops_by_dtype(survey)
     if "fp32_matmul" not in promised and diagnosis.gpu_busy_share and sum(flops.values()):
         float32_share = (flops.get("fp32", 0.0) + flops.get("tf32", 0.0)) / sum(flops.values())

@@ -24,6 +24,10 @@ def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Do
     step = "The step time is unknown."
     if diagnosis.step_ns is not None:
         step = f"A step takes {duration(diagnosis.step_ns, 3)} ({how})."
+        average = duration(diagnosis.average_ns or diagnosis.step_ns, 3)
+        if average != duration(diagnosis.step_ns, 3):
+            typical = f"a typical step takes {duration(diagnosis.step_ns, 3)} ({how})"
+            step = f"A step takes {average} on average; {typical}. Percentages are of the average."
     sections = [Section("findings", "Findings", (findings_part(diagnosis, recording),))]
     if diagnosis.ledger is not None:
         sections.append(Section("ledger", "Ledger", tuple(ledger_parts(diagnosis.ledger))))
@@ -84,7 +88,7 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> Find
     prove = None
     if recording is not None and finding.id in FIXES and finding.is_provable:
         prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
-    saving, saving_of = saving_texts(finding, diagnosis.step_ns)
+    saving, saving_of = saving_texts(finding, diagnosis.average_ns)
     shared = _shared(finding, diagnosis.groups)
     tables = []
     for number, found in enumerate(finding.evidence):

@@ -62,11 +62,17 @@ class Diagnosis(Shown):
     groups: tuple[Group, ...] = ()  # findings that one change fixes
     unclaimed_ns: float = 0.0  # losses and unknown time of the ledger that no finding explains, per step
 
+    @property
+    def average_ns(self) -> float | None:
+        """The time per step with slow steps and what lies between steps. Shares are of this."""
+        return self.step_ns if self.ledger is None else self.ledger.step_ns
+
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain values (docs/diagnose.md)."""
         return {
             "schema_version": SCHEMA_VERSION,
             "step_ms": None if self.step_ns is None else self.step_ns / 1e6,
+            "average_step_ms": None if self.average_ns is None else self.average_ns / 1e6,
             "step_is_measured": self.is_measured,
             "binds": self.binds,
             "gpu_busy_share": self.gpu_busy_share,

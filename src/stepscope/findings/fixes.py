@@ -149,7 +149,8 @@ def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
     if len(chosen.fixes) > 1:
         reason = "savings of several findings cannot be added"
     elif finding is not None:
-        share = finding.saving_ns / diagnosis.step_ns if finding.saving_ns and diagnosis.step_ns else None
+        step_ns = diagnosis.average_ns
+        share = finding.saving_ns / step_ns if finding.saving_ns and step_ns else None
         return Expected(finding.saving_ns, share, finding.upper_bound, finding.confidence, None)
     elif unchecked is not None:
         reason = f"diagnose could not check it: {unchecked}"

@@ -171,8 +171,8 @@ def _interruption(run: Run, found: Interruption, what: str, fix: str) -> Finding
     if found.longest_ns is not None and found.longest_step is not None and found.longest_ns > 2 * each_ns:
         longest = f" The longest took {span(found.longest_ns)}, at {run.when(found.longest_step)}."
     return Finding(
-        sentence=f"{what}{where} takes {whole_percent(found.share)} of the run: {plural(found.num, 'time')}{often}, "
-        f"{span(each_ns)} each, first at {run.when(found.step)}.{longest}",
+        sentence=f"{what}{where} takes {span(found.total_ns)} of the run's {span(run.end_ns)}: "
+        f"{plural(found.num, 'time')}{often}, {span(each_ns)} each, first at {run.when(found.step)}.{longest}",
         fix=fix,
         evidence=(
             Evidence(
@@ -259,7 +259,7 @@ def stall_findings(run: Run) -> list[Finding]:
     return [
         *findings,
         Finding(
-            sentence=f"Training stalls {times}: {span(total_ns)} in total, {percent(share)} of the run. The "
+            sentence=f"Training stalls {times}: {span(total_ns)} of the run's {span(run.end_ns)}. The "
             f"longest takes {span(longest.ns)} at {run.when(longest.step)}{why}.",
             fix="stepscope run --when 'step_time > 3x' train.py  # takes a window when it happens",
             evidence=(Evidence("stalls", rows[:_MOST_ROWS]),),

@@ -26,6 +26,7 @@ from stepscope.analysis.structure.work import with_sizes, work
 from stepscope.analysis.time.cpu_ledger import cpu_ledger
 from stepscope.analysis.time.idle_causes import idle_gaps
 from stepscope.analysis.time.ledger import Ledger, LedgerFacts, ledger
+from stepscope.analysis.time.loop_time import beside_ns
 from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
@@ -152,9 +153,7 @@ class Case:
             raise Unavailable(ABOUT_GPUS)
         found = find_device(name) if name else None
         if found is None:
-            raise Unavailable(
-                f"The peak rates of {name or 'the device'} are unknown; docs/measurement.md lists devices."
-            )
+            raise Unavailable(f"The peak rates of {name or 'the device'} are unknown; see docs/measurement.md.")
         return found
 
     # -- tables of the typical steps ------------------------------------------------------------------------------
@@ -251,17 +250,15 @@ class Case:
     @cached_property
     def ledger(self) -> Ledger:
         """The step split into the least time that its work needs and every loss (`analysis/time/ledger.py`)."""
-        loop = self.summary.loop if self.has_recording else None
-        between_ns = 0.0 if loop is None else sum(loop.between_ns.values())
-        beside = between_ns, 0.0 if loop is None else loop.step_ns - between_ns - self.step_ns
         if self.is_on_cpu and self._trace is not None:
-            return cpu_ledger(self.linked, {row.name: row.ns for row in self.summary.rows}, self.step_ns, *beside)
+            phases_ns = {row.name: row.ns for row in self.summary.rows}
+            return cpu_ledger(self.linked, phases_ns, self.step_ns, *self._beside_ns)
         again = frozenset(self.recomputed["events"].explode().drop_nulls())
         device = if_available(lambda: self.device)
         tables = (self.work, self.segments, self.attention, self._in_attention, again, self.idle, device)
         parameters = (self.recording.facts.get("parameters") if self.has_recording else None) or {}
         facts = LedgerFacts(*tables, sum((parameters.get("bytes_by_dtype") or {}).values()) * self.num_steps)
-        return ledger(facts, self.step_ns, self.num_steps, *beside)
+        return ledger(facts, self.step_ns, self.num_steps, *self._beside_ns)
 
     @cached_property
     def casts(self) -> pl.DataFrame:
@@ -321,6 +318,15 @@ class Case:
         return self.step.done_ns if self.clean_ns is None else self.clean_ns
 
     @cached_property
+    def _beside_ns(self) -> tuple[float, float]:
+        return beside_ns(self.summary.loop if self.has_recording else None, self.step_ns)
+
+    @property
+    def average_ns(self) -> float:
+        """The time per step with slow steps and what lies between steps: shares are of this."""
+        return self.step_ns + sum(self._beside_ns)
+
+    @cached_property
     def starved_ns(self) -> float:
         """How long the GPU has no launched work per step, without the profiler: the most that a faster host saves."""
         held = self.idle.filter(pl.col("cause").cast(pl.String).is_in(["queued", "unknown"]))
@@ -357,8 +363,6 @@ class Case:
     def _duration_ns(self) -> dict[int, int]:
         return dict(self.work.select("event", "duration_ns").iter_rows())
 
-    # -- figures per step -----------------------------------------------------------------------------------------
-
     def total_ns(self, table: pl.DataFrame, time: pl.Expr | None = None) -> float:
         """Return the sum of a table's durations in ns, per step."""
         return float(table.select(_time(table, time).sum()).item() or 0) / self.num_steps
@@ -378,20 +382,16 @@ class Case:
         return plural(table.height / self.num_steps, noun, nouns)
 
     def cost_text(self, cost: float | pl.DataFrame) -> str:
-        """Return a time, or that of a table, per step: `15.7 ms per step (25 % of 61.7 ms)`."""
+        """Return a time, or that of a table, per step, of the average step: `15.7 ms per step (25 % of 61.7 ms)`."""
         ns = self.total_ns(cost) if isinstance(cost, pl.DataFrame) else cost
-        share = f" ({whole_percent(ns / self.step_ns)} of {duration(self.step_ns, 3)})" if self.step_ns else ""
+        share = f" ({whole_percent(ns / self.average_ns)} of {duration(self.average_ns, 3)})" if self.step_ns else ""
         return f"{duration(ns, 3)} per step{share}"
-
-    # -- where to look --------------------------------------------------------------------------------------------
 
     def places(self, events: Iterable[int]) -> Places:
         """Return where some GPU work is on the timeline, most work first."""
         return places_of_work(self.all_work, self.all_work["event"].is_in(list(events)))
 
-    def host_places(self, stretches: pl.DataFrame) -> Places:
-        """Return where stretches of host time are on the timeline, longest first."""
-        return places_of_stretches(stretches)
+    host_places = staticmethod(places_of_stretches)
 
 
 def _time(table: pl.DataFrame, time: pl.Expr | None) -> pl.Expr:

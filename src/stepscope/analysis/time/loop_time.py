@@ -107,6 +107,12 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     )
 
 
+def beside_ns(loop: LoopTime | None, typical_ns: float) -> tuple[float, float]:
+    """Return what lies between steps, and what slow steps take longer than a typical one, per step."""
+    between_ns = 0.0 if loop is None else sum(loop.between_ns.values())
+    return between_ns, 0.0 if loop is None else max(0.0, loop.step_ns - between_ns - typical_ns)
+
+
 def measured_steps(recording: Recording, on_device: bool) -> Sequence[StepSample]:
     """Return the steps that tell how long one takes in a long run."""
     undisturbed = _undisturbed(recording)

@@ -13,6 +13,8 @@ from stepscope.session.case import WORTH_WITHOUT_GPU
 _SHORT_NS = 20_000
 _SHORT_SHARE = 0.3
 _PRODUCT_SHARE = 0.3
+_EMULATED_SHARE = 2 / 3  # of the time of products in bfloat16: what float32 saves without instructions for it
+_RUNNING = ("slow_steps", "cpu_products", "cpu_ops")  # time without any op may be a sleep
 
 
 def _flags(case: Case) -> dict[str, Any]:
@@ -74,8 +76,8 @@ def cpu_float32(case: Case) -> list[Finding]:
         return []
     table = products.group_by("name").agg(pl.len().alias("num_calls"), pl.col("self_ns").sum().alias("duration_ns"))
     return one_finding(
-        sentence=f"Matrix products and convolutions in float32 take {whole_percent(share)} of the step, and this CPU "
-        "has instructions for bfloat16.",
+        sentence=f"Matrix products and convolutions in float32 take {case.cost_text(share * case.step_ns)}, and this "
+        "CPU has instructions for bfloat16.",
         fix='with torch.autocast("cpu", torch.bfloat16): …',
         saving_ns=share / 2 * case.step_ns,
         rows=("cpu_products",),
@@ -84,6 +86,35 @@ def cpu_float32(case: Case) -> list[Finding]:
         confidence="low",
         falsified_by="use autocast; the finding is wrong if the step is not faster",
         evidence=(Evidence("products in float32", table.sort("duration_ns", descending=True).head(8).to_dicts()),),
+    )
+
+
+@rule
+def cpu_bfloat16(case: Case) -> list[Finding]:
+    """On a CPU without instructions for bfloat16: do matrix products run in it?"""
+    if _flags(case).get("cpu.bf16") is not False:
+        return []
+    ops, total_ns = ops_of_steps(case)
+    narrow = ops.filter(pl.col("dtypes").str.contains("BFloat16").fill_null(False))
+    of_step = case.step_ns / total_ns
+    products_ns = float(narrow.filter(pl.col("name").is_in(PRODUCTS))["self_ns"].sum()) * of_step
+    casts_ns = float(narrow.filter(pl.col("name") == "aten::copy_")["self_ns"].sum()) * of_step
+    saving_ns = _EMULATED_SHARE * products_ns + casts_ns
+    if saving_ns < WORTH_WITHOUT_GPU * case.step_ns:
+        return []
+    table = by_name(narrow, case.linked.steps.num)
+    return one_finding(
+        sentence=f"Matrix products in bfloat16 take {case.cost_text(products_ns)}, and this CPU has no instructions "
+        "for bfloat16: it converts every number to float32 and back.",
+        fix="train in float32 here: torch.autocast(..., enabled=False), or model.float()",
+        saving_ns=saving_ns,
+        rows=("cpu_products", "cpu_ops"),
+        upper_bound=True,
+        derived="two thirds of their time, and their casts: such products were measured to take 2 to 5 times as long "
+        "as in float32",
+        confidence="medium",
+        falsified_by="train in float32; the finding is wrong if the step is not faster",
+        evidence=(Evidence("ops in bfloat16", table.head(8).to_dicts()),),
     )
 
 
@@ -98,13 +129,17 @@ def core_waits(case: Case) -> list[Finding]:
         return []
     waits = case.run.tracks["core_wait_share"]
     ledger = if_available(lambda: case.ledger)
+    lost_ns = share * case.average_ns
+    if ledger is not None:
+        lost_ns = min(lost_ns, sum(ledger.parts.get(row, 0) for row in _RUNNING) / ledger.num_steps)
     row = {"wait_share": share, "num_readings": len(waits.values), "highest_share": max(waits.values)}
     return one_finding(
-        sentence=f"Training waits for a CPU core {whole_percent(share)} of the time: other processes, or its own "
-        "DataLoader workers, run on the same cores. Every time in this recording is longer for it.",
+        sentence=f"Training waits for a CPU core {whole_percent(share)} of the time, up to {case.cost_text(lost_ns)} "
+        "in ops: other processes, or its own DataLoader workers, run on the same cores. Every time in this recording "
+        "is longer for it.",
         fix="top  # end what else runs, wait for it, or start fewer workers; then record again",
-        saving_ns=share * (case.step_ns if ledger is None else ledger.step_ns),
-        rows=("slow_steps", "cpu_products", "cpu_ops"),  # time without any op may be a sleep
+        saving_ns=lost_ns,
+        rows=_RUNNING,
         upper_bound=True,
         derived="the kernel's count of the time in which the training thread was ready and no core was free",
         confidence="high",
@@ -159,7 +194,7 @@ def small_cpu_ops(case: Case) -> list[Finding]:
     num_steps = case.linked.steps.num
     return one_finding(
         sentence=f"{plural(short.height / num_steps, 'op')} per step are shorter than {duration(_SHORT_NS, 3)} and "
-        f"take {whole_percent(share)} of the step: calling them costs more than what they compute.",
+        f"take {case.cost_text(share * case.step_ns)}: calling them costs more than what they compute.",
         fix="a larger batch_size: these ops hardly take longer; torch.optim.AdamW(..., foreach=True); or "
         "torch.compile(model), which fuses them",
         saving_ns=share * case.step_ns,

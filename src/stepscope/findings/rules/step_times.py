@@ -110,7 +110,7 @@ def _in_samples(case: Case) -> list[Finding]:
         derived="the mean of the data phase; workers that share the CPU with training hide less of it",
         confidence="high" if summary.data_is_named else "medium",
         falsified_by=_CHECK,
-        evidence=(Evidence("time by phase", rows),),
+        evidence=(Evidence("a typical step by phase", rows),),
     )
 
 
@@ -148,11 +148,16 @@ def between_steps(case: Case) -> list[Finding]:
         where = f" ({row.places[0]})" if row.places else ""
         what = "Starting the DataLoader" if name == "data" else name.capitalize()
         evidence = {"what": name, "times": row.num, "total_ns": row.ns, "per_step_ns": ns}
+        each_ns = ns * loop.num_steps / row.num
+        longer_ns = row.ns - each_ns * row.num  # the first may open files or compile, so it does not count
+        first = (
+            f"; the first takes {duration(longer_ns, 3)} longer and is left out" if longer_ns > each_ns / 2 else ""
+        )
         has_workers = name != "data" or (case.recording.facts.get("loader") or {}).get("num_workers") != 0
         findings.append(
             Finding(
                 sentence=f"{what}{where} takes {duration(ns, 3)} per step on average: {plural(row.num, 'time')} in "
-                f"{plural(loop.num_steps, 'step')}, {duration(row.ns / row.num, 3)} each.",
+                f"{plural(loop.num_steps, 'step')}, {duration(each_ns, 3)} each{first}.",
                 fix=_BETWEEN_FIXES[name] if has_workers else _loader_fix(case, ns),
                 saving_ns=ns,
                 rows=("between_steps",),

@@ -1,4 +1,5 @@
-"""Rules about results that nobody reads: gradients without an optimizer, and rows that no step looks up."""
+"""Rules about results that nobody reads: forwards without a backward, gradients without an optimizer, rows that no
+step looks up."""
 
 from collections import Counter
 from typing import Any
@@ -7,8 +8,11 @@ import polars as pl
 
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
-from stepscope.formatting import count, whole_percent
+from stepscope.analysis.structure.modules import MODULE_PREFIX
+from stepscope.findings.op_work import clean_factor, op_work
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.formatting import count, plural, whole_percent
+from stepscope.session.case import WORTH_WITHOUT_GPU
 
 _WEIGHT_SHARE = 0.5  # of the products of a backward pass: those for weights; the others are for inputs
 _PRODUCTS = ["gemm", "convolution"]
@@ -22,12 +26,16 @@ def unused_gradients(case: Case) -> list[Finding]:
     if "without_optimizer" not in facts:
         raise Unavailable("The recording does not say which parameters no optimizer has. Record it again.")
     unused = sorted(facts["without_optimizer"], key=lambda one: -one["num_parameters"])[:_MOST_MODULES]
-    if not unused or not case.has_gpu_work:
+    if not unused:
         return []
-    work = case.work.with_columns(pl.col("module", "phase", "class").cast(pl.String))
+    found = op_work(case)
+    work = found.table.with_columns(pl.col("step").alias("of"))
+    if case.is_on_cpu:  # each call of the model, of which a step may have several
+        calls = _outermost_calls(case).select("start_ns", pl.col("call").alias("of").cast(pl.Int64))
+        work = found.table.sort("start_ns").join_asof(calls, on="start_ns", check_sortedness=False)
     is_theirs = pl.any_horizontal(_is_inside(one["module"]) for one in unused)
     trained = work.filter(pl.col("phase") == "forward", pl.col("module").is_not_null(), ~is_theirs)
-    first_ns = trained.group_by("step").agg(pl.col("start_ns").min().alias("trained_ns"))
+    first_ns = trained.group_by("of").agg(pl.col("start_ns").min().alias("trained_ns"))
     durations: dict[int, float] = {}
     gone: list[int] = []
     rows = []
@@ -37,7 +45,7 @@ def unused_gradients(case: Case) -> list[Finding]:
         if backward.is_empty():
             continue
         # What runs before anything that is trained passes no gradient on.
-        begins = forward.join(first_ns, on="step", how="left")
+        begins = forward.join(first_ns, on="of", how="left")
         is_first = not begins.is_empty() and bool((begins["start_ns"] < begins["trained_ns"].fill_null(2**62)).all())
         if is_first:
             gone += backward["event"].to_list()
@@ -45,8 +53,8 @@ def unused_gradients(case: Case) -> list[Finding]:
             products = backward.filter(pl.col("class").is_in(_PRODUCTS)).select("event", "duration_ns")
             durations |= {event: ns * (1 - _WEIGHT_SHARE) for event, ns in products.iter_rows()}
         rows.append({**one, "is_first": is_first, "backward_ns": case.total_ns(backward)})
-    saving_ns = case.saving_ns(case.without(gone, durations))
-    if not rows or not case.is_worth(saving_ns):
+    saving_ns = found.saving_ns(gone, durations)
+    if not rows or not saving_ns:
         return []
     rows.sort(key=lambda row: -row["backward_ns"])
     names = ", ".join(row["module"] for row in rows[:3])
@@ -57,13 +65,75 @@ def unused_gradients(case: Case) -> list[Finding]:
         f"{names}, but each step computes their gradients: the backward pass there takes {case.cost_text(total_ns)}.",
         fix="with torch.no_grad():  # around its forward" if is_first else f"{names}.requires_grad_(False)",
         saving_ns=saving_ns,
-        derived="the step replayed without that backward pass"
+        rows=found.rows,
+        derived="the step without that backward pass"
         if is_first
-        else f"the step replayed with {whole_percent(_WEIGHT_SHARE)} of that backward pass's products: gradients "
+        else f"the step with {whole_percent(_WEIGHT_SHARE)} of that backward pass's products: gradients "
         "pass through it to what is trained",
         confidence="high" if is_first else "medium",
         falsified_by="look for code that reads these gradients or updates these parameters without a torch optimizer",
         evidence=(Evidence("modules without an optimizer", rows[:8]),),
+    )
+
+
+@rule
+def forward_without_backward(case: Case) -> list[Finding]:
+    """Does a module that is trained also run forward in the same step without a backward pass?"""
+    found = op_work(case)
+    calls = _outermost_calls(case)
+    if calls.is_empty():
+        raise Unavailable("The trace does not mark the calls of modules. Record it with `stepscope run`.")
+    used = case.linked.host["forward"].drop_nulls().unique()
+    ops = case.linked.host.filter(pl.col("kind") == "op").select("row", "start_ns", "thread").sort("start_ns")
+    inside = ops.join_asof(calls, on="start_ns", check_sortedness=False).filter(
+        pl.col("start_ns") < pl.col("call_end_ns"), pl.col("thread") == pl.col("call_thread")
+    )
+    is_used = pl.col("row").is_in(used.implode()).any().alias("is_used")
+    by_call = inside.group_by("call", "module", "phase", "duration_ns").agg(is_used, pl.col("row"))
+    again = by_call.filter(pl.col("phase") == "backward")["module"]  # recomputed
+    trained = by_call.filter("is_used", ~pl.col("module").is_in(again.implode()))["module"].unique()
+    idle = by_call.filter(~pl.col("is_used"), pl.col("module").is_in(trained.implode()))
+    if case.is_on_cpu:  # the whole of each call, with its Python code
+        cost_ns = case.total_ns(idle) * clean_factor(case)
+        saving_ns = cost_ns if cost_ns >= WORTH_WITHOUT_GPU * case.step_ns else 0.0
+    else:
+        rows = idle["row"].explode().implode()
+        events = case.linked.device.filter(pl.col("op").is_in(rows))["event"]
+        work = found.table.filter(pl.col("event").is_in(events.implode()))
+        cost_ns, saving_ns = case.total_ns(work), found.saving_ns(work["event"], {})
+    if not saving_ns:
+        return []
+    counts = idle.group_by("module").agg((pl.len() / case.num_steps).alias("num_calls")).sort("module").to_dicts()
+    names = ", ".join(row["module"] for row in counts[:3])
+    return one_finding(
+        sentence=f"{names} runs forward {plural(sum(row['num_calls'] for row in counts), 'time')} per step with no "
+        f"backward pass, besides the forward that is trained: {case.cost_text(cost_ns)}.",
+        fix="use the outputs of the first forward, such as out.detach() for a metric; or do it every N steps, under "
+        "torch.no_grad()",
+        saving_ns=saving_ns,
+        rows=found.rows,
+        upper_bound=True,
+        derived="the step without the ops of these calls; a forward that training needs, such as of an old policy, "
+        "remains",
+        confidence="medium",
+        falsified_by="leave it out of a run; the finding is wrong if training needs its result",
+        evidence=(Evidence("modules that run forward without a backward", counts[:8]),),
+    )
+
+
+def _outermost_calls(case: Case) -> pl.DataFrame:
+    """Return the calls of modules in the typical steps that are in no other call, in order."""
+    labels = case.linked.host.filter(pl.col("name").cast(pl.String).str.starts_with(MODULE_PREFIX))
+    calls = case.within(labels).sort("start_ns", "end_ns", descending=[False, True])
+    ends = pl.col("end_ns").cum_max().shift(1).over("thread")
+    return calls.filter((pl.col("start_ns") >= ends).fill_null(True)).select(
+        "start_ns",
+        "duration_ns",
+        pl.col("thread").alias("call_thread"),
+        pl.col("row").alias("call"),
+        pl.col("name").cast(pl.String).str.strip_prefix(MODULE_PREFIX).alias("module"),
+        pl.col("phase").cast(pl.String),
+        pl.col("end_ns").alias("call_end_ns"),
     )
 
 
@@ -80,8 +150,8 @@ _LOOKUPS = ["embedding_index", *_PRODUCTS]
 @rule
 def untouched_rows(case: Case) -> list[Finding]:
     """Are all rows of a large table updated although a step looks up only a few of them?"""
-    case.with_shapes()
-    work = case.work.with_columns(pl.col("op", "class", "shapes", "inputs").cast(pl.String))
+    found = op_work(case, needs_shapes=True)
+    work = found.table
     tables = _tables(work)
     durations: dict[int, float] = {}
     rows: list[dict[str, Any]] = []
@@ -94,13 +164,13 @@ def untouched_rows(case: Case) -> list[Finding]:
         untouched = 1 - num_lookups / num_rows
         for shapes, part in passes.group_by("shapes"):
             share = _share_of(str(shapes[0]), (num_rows, width)) * untouched
-            found = part.select("event", "duration_ns").iter_rows()
-            durations |= {event: durations.get(event, ns) - ns * share for event, ns in found}
+            events = part.select("event", "duration_ns").iter_rows()
+            durations |= {event: durations.get(event, ns) - ns * share for event, ns in events}
         ops = sorted(passes["op"].unique().drop_nulls())
         sizes = {"num_rows": num_rows, "width": width, "num_lookups": num_lookups}
         rows.append({**sizes, "duration_ns": case.total_ns(passes), "ops": ", ".join(ops)})
-    saving_ns = case.saving_ns(Change(duration_ns=durations))
-    if not rows or not case.is_worth(saving_ns):
+    saving_ns = found.saving_ns([], durations)
+    if not rows or not saving_ns:
         return []
     rows.sort(key=lambda row: -row["duration_ns"])
     largest, total_ns = rows[0], sum(row["duration_ns"] for row in rows)
@@ -111,8 +181,9 @@ def untouched_rows(case: Case) -> list[Finding]:
         fix="nn.Embedding(..., sparse=True), with torch.optim.SparseAdam for its weight  # its moments decay only in "
         "rows that are looked up",
         saving_ns=saving_ns,
+        rows=found.rows,
         upper_bound=True,
-        derived="the step replayed with this work on the rows that are looked up; sorting them is not counted",
+        derived="the step with this work on the rows that are looked up; sorting them is not counted",
         confidence="medium",
         falsified_by="use sparse gradients; the finding is wrong if the optimizer takes as long",
         places=case.places(durations),
