@@ -24,11 +24,11 @@ TRIES = (
     "pageable_copies",
     "attention_backend=cudnn",
     "expandable_segments",
-    "compile",
     "launch_bound",
+    "compile",
     "compile=max-autotune-no-cudagraphs",
 )
-"""The order without a ledger: what usually saves most first, what compiles last."""
+"""The order without a ledger: what usually saves most first, what compiles last, with CUDA graphs before without."""
 COMPILERS = ("compile", "launch_bound")  # one replaces the other
 NEED_GPU = ("launch_bound", "attention_backend", "compile=max-autotune-no-cudagraphs")
 PHASE_OF = {"waiting_for_data": "data", "unfused_optimizer": "optimizer"}
