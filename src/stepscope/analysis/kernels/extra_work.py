@@ -3,7 +3,7 @@
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import ancestor, is_aten_op, matches, outermost
+from stepscope.analysis.structure.nesting import NO_ROW, ancestor, is_aten_op, is_named, matches, outermost
 
 _TESTING = ["aten::isnan", "aten::isfinite", "aten::isinf"]
 _REDUCING = [
@@ -24,21 +24,26 @@ def nan_checks(linked: Linked) -> pl.DataFrame:
     host, device = linked.host, linked.device
     is_aten = is_aten_op(host)
     is_inside = is_aten.gather(host["parent"]).fill_null(False)
-    outer = host.filter(is_aten & ~is_inside).sort("thread", "start_ns", "row")
-    name = pl.col("name").cast(pl.String)
-    test: pl.Expr = pl.lit(None, pl.UInt32)
-    is_open = pl.lit(True)
+    columns = ("row", "name", "thread", "start_ns", "end_ns", "step", "phase", "module")
+    outer = host.select(columns).filter(is_aten & ~is_inside).sort("thread", "start_ns", "row")
+    is_test, is_reduction = is_named(outer, _TESTING), is_named(outer, _REDUCING)
+    reading = is_named(outer, _READING).arg_true().cast(pl.Int64)
+    checks = outer[reading].with_columns(test=NO_ROW.new_from_index(0, len(reading)))
+    is_open = pl.repeat(True, len(reading), dtype=pl.Boolean, eager=True)
     for distance in range(1, _MOST_BETWEEN + 2):
-        before = name.shift(distance).over("thread")
-        found = is_open & before.is_in(_TESTING)
-        test = pl.when(test.is_null() & found).then(pl.col("row").shift(distance).over("thread")).otherwise(test)
-        is_open = is_open & before.is_in(_REDUCING)
-    checks = outer.with_columns(test.alias("test")).filter(name.is_in(_READING), pl.col("test").is_not_null())
+        at = reading - distance
+        at = at.zip_with(at >= 0, pl.Series([None], dtype=pl.Int64))
+        is_open = is_open & (outer["thread"].gather(at) == checks["thread"]).fill_null(False)
+        found = is_open & checks["test"].is_null() & is_test.gather(at).fill_null(False)
+        checks = checks.with_columns(outer["row"].gather(at).zip_with(found, checks["test"]).alias("test"))
+        is_open = is_open & is_reduction.gather(at).fill_null(False)
+    checks = checks.filter(pl.col("test").is_not_null())
     above = host["name"].gather(host["parent"].gather(checks["test"]))
     checks = checks.select(
         host["start_ns"].gather(checks["test"]).alias("start_ns"), "end_ns", "thread", "step", "phase", "module",
         matches(above, _AUTOGRAD).alias("is_autograd"),
     ).sort("thread", "start_ns")  # fmt: skip
+    device = device if checks.height else device.head(0)
     rows = outermost(host, device["op"], is_aten)
     work = device.select("event", host["thread"].gather(rows), host["start_ns"].gather(rows).alias("time"))
     checks = checks.with_row_index("check")

@@ -7,6 +7,8 @@ standard library, so it runs without torch and Polars.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
+from operator import itemgetter
 from typing import Any
 
 from stepscope.analysis.memory.module_tree import ModuleBytes, most_alive, rolled_up, starred
@@ -139,7 +141,8 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         by_device.setdefault(each["device"], []).append((each, size))
     mine = by_device.pop(device)
     levels = Levels.of(mine)
-    alive = [(each, size) for each, size in mine if levels.is_alive_at_peak(each)]
+    every = [each for each, _ in mine]
+    alive = [*compress(mine, levels.alive_at_peak(every))]
     allocator = memory.get("allocator") or {}
     known_peak = allocator.get("peak_allocated_bytes")
     peak = levels.peak_bytes if known_peak is None else known_peak
@@ -155,7 +158,7 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         fragmentation = max(0, held[-1] - levels.peak_bytes)
     elif peak_reserved is not None and known_peak is not None:
         fragmentation = max(0, peak_reserved - known_peak)
-    largest, by_owner = _largest([each for each, _ in mine], levels, symbols)
+    largest, by_owner = _largest(every, levels, symbols)
     return Account(
         device=device,
         peak_bytes=peak,
@@ -183,7 +186,7 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
             LeftAlive(*(each.get(name) for name in LeftAlive.__dataclass_fields__))
             for each in sorted(memory.get("left_alive") or [], key=lambda each: -each["bytes"])
         ),
-        held=parts(((each["caller"], each["bytes"]) for each, _ in mine if _is_held(each)), peak),
+        held=parts(((each["caller"], each["bytes"]) for each in every if _is_held(each)), peak),
         num_allocations=len(mine),
         num_dropped=memory.get("num_dropped") or 0,
         other_devices=_peaks(by_device),
@@ -231,6 +234,9 @@ def _is_held(each: Mapping[str, Any]) -> bool:
     return each["born"] is None and each.get("owner") == OTHER and each.get("caller") is not None
 
 
+_PLACE = ("op", "phase", "owner", "dtype", "caller")
+
+
 def _largest(
     allocations: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[str, int]
 ) -> tuple[tuple[Large, ...], tuple[Large, ...]]:
@@ -238,13 +244,13 @@ def _largest(
     places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     by_owner: dict[str | None, list[Mapping[str, Any]]] = {}
     smallest = 0
-    for each in sorted(allocations, key=lambda each: -each["bytes"]):
+    for each in sorted(allocations, key=itemgetter("bytes"), reverse=True):
         by_owner.setdefault(each.get("owner"), [each])
         if len(places) >= MAX_LARGEST and each["bytes"] < smallest:
             continue
         smallest = each["bytes"]
         shape = None if each.get("shape") is None else tuple(each["shape"])
-        names = tuple(each.get(name) for name in ("op", "phase", "owner", "dtype", "caller"))
+        names = tuple(map(each.get, _PLACE))
         # Memory held by one variable counts as one, see `held`.
         key = (names,) if _is_held(each) else (smallest, starred(each.get("module")), shape, names)
         places[key].append(each)
@@ -262,7 +268,7 @@ def _large(alike: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[
     return Large(
         **named,
         num_allocations=len(alike),
-        num_at_peak=sum(levels.is_alive_at_peak(each) for each in alike),
+        num_at_peak=sum(levels.alive_at_peak(alike)),
         module=starred(module) if len(alike) > 1 else module,
         first_module=module,
         shape=None if first.get("shape") is None else tuple(first["shape"]),

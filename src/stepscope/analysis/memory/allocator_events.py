@@ -298,19 +298,19 @@ def trace_memory(linked: Linked) -> dict[str, Any]:
     before = {"device": name, "op": BEFORE_THE_WINDOW, "phase": BEFORE_THE_WINDOW, "born": None}
     allocations: list[dict[str, Any]] = []
     rows = lives.filter((pl.col("bytes") > 0) | ~pl.col("is_seen"))
-    for op, module, phase, order, next_order, num_bytes in rows.select(_OF_A_LIFE).iter_rows():
-        is_birth = num_bytes > 0
-        born = {"device": name, "op": op, "module": module, "phase": phase, "born": order} if is_birth else before
-        died = next_order if is_birth else order
-        allocations.append(
-            {
-                **born,
-                "bytes": abs(num_bytes),
-                "born_ns": times[order] if is_birth else None,
-                "died": died,
-                "died_ns": None if died is None else times[died],
-            }
-        )
+    for op, module, phase, order, next_order, num_bytes in rows.select(_OF_A_LIFE).rows():
+        if num_bytes > 0:
+            allocations.append(
+                {
+                    "device": name, "op": op, "module": module, "phase": phase, "born": order, "bytes": num_bytes,
+                    "born_ns": times[order], "died": next_order,
+                    "died_ns": None if next_order is None else times[next_order],
+                }
+            )  # fmt: skip
+        else:
+            allocations.append(
+                {**before, "bytes": -num_bytes, "born_ns": None, "died": order, "died_ns": times[order]}
+            )
     unseen = chosen.start_bytes - sum(each["bytes"] for each in allocations if each["born"] is None)
     if unseen > 0:
         allocations.append({**before, "bytes": unseen, "died": None})

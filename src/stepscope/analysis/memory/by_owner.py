@@ -7,6 +7,7 @@ standard library.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, pairwise
 from typing import Any
 
 from stepscope.analysis.memory.account import MAX_POINTS, value_of
@@ -70,8 +71,9 @@ def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS, known:
     levels: dict[str | None, list[int]] = {name: [] for name in now}
     done = 0
     for index in kept:
-        for place in range(done, index):
-            now[value_of(whole.changed[place], by)] += whole.bytes[place + 1] - whole.bytes[place]
+        stretch = zip(whole.changed[done:index], pairwise(whole.bytes[done : index + 1]))
+        for each, (before, after) in stretch:
+            now[value_of(each, by)] += after - before
         done = index
         for name, so_far in levels.items():
             so_far.append(now[name])
@@ -90,7 +92,7 @@ def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS, known:
 def alive_at_peak(memory: Mapping[str, Any], known: OnDevice | None = None) -> tuple[Alive, ...]:
     """Return memory alive at the peak of `memory["device"]`, the largest first; adds up to `peak_tracked_bytes`."""
     mine, whole = known or on_device(memory)
-    alive = [each for each in mine if whole.is_alive_at_peak(each)]
+    alive = [*compress(mine, whole.alive_at_peak(mine))]
     groups = alike(dict.fromkeys(each.get("module") for each in alive))
     sums: Counter[tuple[Any, ...]] = Counter()
     counts: Counter[tuple[Any, ...]] = Counter()
@@ -122,7 +124,7 @@ def memory_by_op(memory: Mapping[str, Any]) -> tuple[OpBytes, ...]:
             num_allocations=len(made),
             allocated_bytes=sum(each["bytes"] for each in made),
             largest_bytes=max(each["bytes"] for each in made),
-            at_peak_bytes=sum(each["bytes"] for each in made if levels.is_alive_at_peak(each)),
+            at_peak_bytes=sum(each["bytes"] for each in compress(made, levels.alive_at_peak(made))),
         )
         for op, made in by_op.items()
     ]

@@ -74,7 +74,7 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
             kind = next((kind for kind, fit in zip(GROWTHS, fits) if fit), "other")
             op, module, phase, *_ = place
             groups[kind, op, starred(module), phase, pair[0].get("owner")].append(pair)
-            if levels[0].is_alive_at_peak(pair[0]):
+            if any(levels[0].alive_at_peak(pair[:1])):
                 at_peak[kind].update(dict(enumerate(sizes)))
     rows = [_grown(key, pairs, symbols, values) for key, pairs in groups.items()]
     num_one, num_other = (len(mine) for mine, _ in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
@@ -36,18 +36,18 @@ class Levels:
     def of(cls, allocations: Iterable[tuple[Mapping[str, Any], int]]) -> Levels:
         level, changes = 0, []
         for each, size in allocations:
-            born, died = each.get("born"), each.get("died")
-            if born is None:
+            get = each.get
+            if (born := get("born")) is None:
                 level += size
             else:
-                changes.append((2 * born + 1, size, each.get("born_ns"), each))
-            if died is not None:
-                changes.append((2 * died, -size, each.get("died_ns"), each))
+                changes.append((2 * born + 1, size, get("born_ns"), each))
+            if (died := get("died")) is not None:
+                changes.append((2 * died, -size, get("died_ns"), each))
         changes.sort(key=itemgetter(0))  # a free before an allocation at the same position
-        places, sizes, times, changed = zip(*changes) if changes else ((), (), (), ())
-        levels = list(accumulate(sizes, initial=level))
-        events = [BEFORE, *(place // 2 for place in places)]
-        return cls(events, [None, *times], levels, changed, levels.index(max(levels)))
+        levels = list(accumulate(map(itemgetter(1), changes), initial=level))
+        events = [BEFORE, *[change[0] // 2 for change in changes]]
+        times = [None, *map(itemgetter(2), changes)]
+        return cls(events, times, levels, [change[3] for change in changes], levels.index(max(levels)))
 
     @property
     def peak_bytes(self) -> int:
@@ -57,9 +57,12 @@ class Levels:
     def peak_event(self) -> int:
         return self.events[self.peak_index]
 
-    def is_alive_at_peak(self, allocation: Mapping[str, Any]) -> bool:
-        born, died = allocation.get("born"), allocation.get("died")
-        return (born is None or born <= self.peak_event) and (died is None or died > self.peak_event)
+    def alive_at_peak(self, allocations: Iterable[Mapping[str, Any]]) -> Iterator[bool]:
+        """Yield of each allocation whether it is alive at the peak."""
+        peak = self.peak_event
+        for each in allocations:
+            born, died = each.get("born"), each.get("died")
+            yield (born is None or born <= peak) and (died is None or died > peak)
 
     def between(self, first: int, end: int | None) -> tuple[int, int]:
         """Return the bytes after events `first` up to `end`, and the maximum since the one before them."""

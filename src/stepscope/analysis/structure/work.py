@@ -81,7 +81,10 @@ def work(linked: Linked) -> pl.DataFrame:
         *(host[text].gather(device["op"]).alias(text) for text in COLUMNS if text != "name"),
     )  # fmt: skip
     table = table.join(costs, on="call", how="left", maintain_order="left")
-    is_longest = pl.col("duration_ns").rank("ordinal", descending=True).over("call") == 1
+    ordered = table.select("call", "duration_ns").with_row_index("at")
+    ordered = ordered.sort("call", "duration_ns", "at", descending=[False, True, False])
+    longest = ordered["at"].filter(ordered["call"].ne_missing(ordered["call"].shift(1)))
+    is_longest = pl.repeat(False, table.height, dtype=pl.Boolean, eager=True).scatter(longest, True)
     return table.with_columns(
         pl.col("flops").alias("call_flops"), pl.when(is_longest).then(pl.col("flops", "bytes", "dtype", "peak_dtype"))
     )

@@ -131,7 +131,7 @@ def quiet_stretches(linked: Linked, stalls: pl.DataFrame) -> pl.DataFrame:
         times = moments.clip(start, end).unique().sort().to_list()
         for begin, until in pairwise(times):
             is_graph = until - begin <= _GRAPH_NS_PER_NODE * num_nodes.get(stall["step"], 0)
-            if until - begin >= STALL_NS and not (is_graph and _frees_graph(linked, begin, until)):
+            if until - begin >= STALL_NS and not (is_graph and _frees_graph(linked, is_seen, begin, until)):
                 rows.append((begin, until, *_doing(linked, (begin + until) // 2)))
     columns = {"start_ns": pl.Int64(), "end_ns": pl.Int64(), "op": pl.String(), "caller": pl.String()}
     found = pl.DataFrame(rows, schema=columns, orient="row").with_columns(_MIDDLE)
@@ -139,15 +139,15 @@ def quiet_stretches(linked: Linked, stalls: pl.DataFrame) -> pl.DataFrame:
     return at_times(found, linked.steps, "middle").select("start_ns", "end_ns", "step", phase, "op", "caller")
 
 
-def _frees_graph(linked: Linked, start_ns: int, end_ns: int) -> bool:
+def _frees_graph(linked: Linked, is_seen: pl.Series, start_ns: int, end_ns: int) -> bool:
     """Return whether a backward is the last event before a stretch and freeing a tensor ends it, if the trace shows
     frees."""
-    host = linked.host
-    before = host.filter(pl.col("kind").is_in(_SEEN), pl.col("end_ns") <= start_ns)
-    if before.is_empty() or not matches(before.sort("end_ns")["name"].tail(1), _NODE)[0]:
+    before = linked.host.select("name", "end_ns").filter(is_seen & (linked.host["end_ns"] <= start_ns))
+    last = before["name"].filter(before["end_ns"] == before["end_ns"].max()).tail(1)
+    if last.is_empty() or not matches(last, _NODE)[0]:
         return False
-    released = linked.memory.filter(pl.col("bytes") < 0)["time_ns"]
-    return linked.memory.is_empty() or bool((released == end_ns).any())
+    memory = linked.memory
+    return memory.is_empty() or bool(((memory["time_ns"] == end_ns) & (memory["bytes"] < 0)).any())
 
 
 def _doing(linked: Linked, time_ns: int) -> tuple[str | None, str | None]:
