@@ -35,8 +35,7 @@ def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
     """
     host = linked.host
     found = replay.host_stretches().filter(pl.col("end_ns") - pl.col("start_ns") >= STALL_NS)
-    threads = host.select(pl.col("event").alias("call"), "thread")
-    found = found.with_row_index("gap").join(threads, on="call", how="left", maintain_order="left")
+    found = with_threads(linked, found.with_row_index("gap"))
     found = found.with_columns(pl.col("thread").fill_null(pl.lit(linked.steps.main_thread, host.schema["thread"])))
     found = found.filter(pl.col("thread").is_not_null())  # a trace of GPU work alone shows no host
     pieces = by_host(linked, found)
@@ -59,6 +58,13 @@ def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
             kind = "data"
         rows.append({**row, "kind": kind, "op": op, "shapes": shapes, "num_ops": num_ops, "most_op": most_op})
     return pl.DataFrame(rows, schema=_SCHEMA)
+
+
+def with_threads(linked: Linked, stretches: pl.DataFrame) -> pl.DataFrame:
+    """Return stretches with the `thread` of the call that ends each."""
+    threads = linked.host.select(pl.col("event").alias("call"), "thread")
+    threads = threads.filter(threads["call"].is_in(stretches["call"].implode()))
+    return stretches.join(threads, on="call", how="left", maintain_order="left")
 
 
 def _opened(host: pl.DataFrame, thread: int | None, time_ns: int) -> pl.DataFrame:

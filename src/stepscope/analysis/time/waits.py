@@ -29,7 +29,8 @@ def waits(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
     kernels = device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
     launching = host["thread"].gather(kernels["launch"]).unique()
     made = syncs(linked).filter(pl.col("kind") == "host_wait", pl.col("thread").is_in(launching.implode()))
-    made = made.join(host.select("event", "row", pl.col("op").alias("op_row")), on="event", how="left")
+    calls = host.select("event", "row", pl.col("op").alias("op_row"))
+    made = made.join(calls.filter(calls["event"].is_in(made["event"].implode())), on="event", how="left")
     copied = device.filter(pl.col("kind") == "memcpy").join(
         copies.select("event", "what", "bytes", "pageable"), on="event", suffix="_moved"
     )

@@ -40,8 +40,9 @@ def keep(events: pl.DataFrame, typical: pl.DataFrame, in_step: pl.Series, most: 
         inside, chosen = wider, [step, *chosen]
     room = most - int(inside.sum())
     others = events.select("weight_ns", "start_ns").with_row_index("at").filter(~inside)
-    longest = others.sort("weight_ns", "start_ns", descending=[True, False]).head(room)
-    least = longest["weight_ns"].min()
+    least = others["weight_ns"].top_k(room).min()
+    longest = others.filter(others["weight_ns"] >= least) if isinstance(least, int) else others.head(0)
+    longest = longest.sort("weight_ns", "start_ns", descending=[True, False]).head(room)
     return Kept(inside.scatter(longest["at"], True), chosen, least if isinstance(least, int) else None)
 
 
@@ -51,9 +52,11 @@ def levels(events: pl.DataFrame, is_kept: pl.Series, total: int, most_blocks: in
     The cells of the first level are as fine as `most_blocks` allows.
     """
     width = max(1, -(-total // (_FINE_ENOUGH if is_kept.all() else _FINEST)))
-    rest = _merged(_pieces(events.filter(~is_kept), width))
-    while rest.select("lane", "cell").n_unique() > most_blocks and width < total:
-        width, rest = width * FACTOR, _coarser(rest)
+    others = events.filter(~is_kept)
+    cells = others.select("lane", cell=pl.col("start") // width).unique()
+    while cells.height > most_blocks and width < total:
+        width, cells = width * FACTOR, cells.with_columns(pl.col("cell") // FACTOR).unique()
+    rest = _merged(_pieces(others, width))
     found = [(0, _blocks(rest))]
     kept = events.filter(is_kept)
     length = kept["end"] - kept["start"]

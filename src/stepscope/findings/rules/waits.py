@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.kernels.extra_work import stack_writing_ops
-from stepscope.analysis.time.stalls import STALL_NS
+from stepscope.analysis.time.stalls import STALL_NS, with_threads
 from stepscope.analysis.time.waits import mask_indexing
 from stepscope.analysis.time.what_if import Saving
 from stepscope.errors import if_available
@@ -83,8 +83,7 @@ def host_work(case: Case) -> pl.DataFrame:
         pl.col("what").cast(pl.String) == "device_to_host", pl.col("bytes") > _FEW_BYTES
     )
     ends = copied.select((pl.col("start_ns") + pl.col("duration_ns")).alias("start_ns"), "copy").sort("start_ns")
-    threads = case.linked.host.select(pl.col("event").alias("call"), "thread")
-    every = case.replay.host_stretches().join(threads, on="call", how="left", maintain_order="left")
+    every = with_threads(case.linked, case.replay.host_stretches())
     span = every.select("start_ns", "end_ns", pl.col("start_ns").alias("from_ns"))
     after = ends.join_asof(span.sort("start_ns"), on="start_ns", check_sortedness=False)
     after = after.filter(pl.col("start_ns") < pl.col("end_ns"))
