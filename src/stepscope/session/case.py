@@ -37,7 +37,6 @@ from stepscope.errors import ABOUT_GPUS, Unavailable, if_available
 from stepscope.formatting import duration, plural, whole_percent
 from stepscope.session.places import Places, places_of_stretches, places_of_work
 from stepscope.session.rank_accounts import RankAccounts
-from stepscope.session.run import read_history, run_of
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
@@ -89,6 +88,8 @@ class Case:
     @cached_property
     def run(self) -> Run:
         """The whole run, from its first step to its last (`session/run.py`)."""
+        from stepscope.session.run import read_history, run_of
+
         return run_of(self.recording, read_history(self.recording.folder))
 
     @cached_property

@@ -37,6 +37,11 @@ Progress = Callable[[float], None]
 RUNS_FOLDER = Path("runs")  # where `stepscope run` writes without -o
 
 
+def import_beside(*modules: str) -> None:
+    """Import modules in another thread: reading a trace releases the interpreter, and importing needs little else."""
+    Thread(target=lambda: [*map(import_module, modules)], daemon=True).start()
+
+
 def open_session(
     path: PathLike | Sequence[PathLike] | None = None,
     *,
@@ -178,8 +183,7 @@ class Session:
                 accounts.add(each)
             return accounts.analysis()
         traces = self._ranks(rank)
-        # Reading releases the interpreter and importing needs little else: this saves 0.15 s.
-        Thread(target=import_module, args=("stepscope.analysis.ranks.rank_account",), daemon=True).start()
+        import_beside("stepscope.analysis.ranks.rank_account")
         for opened in traces:
             from stepscope.analysis.ranks.rank_account import last_account
 
@@ -200,14 +204,21 @@ class Session:
     def case(self) -> Case:
         """What rules look at: the first rank's typical steps, the recording, the other ranks' accounts."""
         need_read_side()
-        from stepscope.analysis.ranks.rank_account import account
+        import_beside("stepscope.session.case")
+        facts = self._facts_of_case()
         from stepscope.session.case import Case
+
+        return Case(self.path, *facts)
+
+    def _facts_of_case(self) -> tuple[Any, ...]:
+        def summary(_: Recording) -> Summary:
+            return self.summary
 
         recording = self.recording if self.is_recording else None
         window = (lambda: self.allocations) if self.has_memory_window else None
         files = if_available(lambda: self.trace_files)
         if files is None:  # a recording without a trace still answers some rules
-            return Case(self.path, None, 0, recording, window, _summary=lambda _: self.summary)
+            return None, 0, recording, window, None, (), summary
         first: RankTrace | None = None
         accounts, notes, is_known = RankAccounts(), [], True
         try:
@@ -220,14 +231,15 @@ class Session:
                 first = opened if first is None or opened.rank < first.rank else first
                 is_known = is_known and opened.is_known
                 if len(files) > 1 and self.rank is None:
+                    from stepscope.analysis.ranks.rank_account import account
+
                     accounts.add(account(opened.trace, opened.rank))
                 del opened  # before the next is read
         except TraceError as error:
             if recording is None:
                 raise
             # A run that was killed while it wrote its trace: what the steps show still holds.
-            note = f"the trace was left out: {error}"
-            return Case(self.path, None, 0, recording, window, None, (note,), _summary=lambda _: self.summary)
+            return None, 0, recording, window, None, (f"the trace was left out: {error}",), summary
         assert first is not None, "a path without traces is refused before"
         if accounts:
             which = f"of {len(files)} traces this is rank {first.rank}, {first.path.name}"
@@ -235,8 +247,7 @@ class Session:
         if accounts and not is_known:
             unknown = "neither the traces nor their names say their ranks"
             notes.append(f"{unknown}: of different runs, name one file at a time")
-        facts = recording, window, accounts, tuple(notes)
-        return Case(self.path, first.trace, first.rank, *facts, _summary=lambda _: self.summary)
+        return first.trace, first.rank, recording, window, accounts, tuple(notes), summary
 
     @cached_property
     def linked(self) -> Linked:

@@ -3,7 +3,7 @@
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import NO_ROW, ancestor, is_aten_op, is_named, matches, outermost
+from stepscope.analysis.structure.nesting import ancestor, is_aten_op, is_named, matches, outermost
 
 _TESTING = ["aten::isnan", "aten::isfinite", "aten::isinf"]
 _REDUCING = [
@@ -26,18 +26,19 @@ def nan_checks(linked: Linked) -> pl.DataFrame:
     is_inside = is_aten.gather(host["parent"]).fill_null(False)
     columns = ("row", "name", "thread", "start_ns", "end_ns", "step", "phase", "module")
     outer = host.select(columns).filter(is_aten & ~is_inside).sort("thread", "start_ns", "row")
-    is_test, is_reduction = is_named(outer, _TESTING), is_named(outer, _REDUCING)
-    reading = is_named(outer, _READING).arg_true().cast(pl.Int64)
-    checks = outer[reading].with_columns(test=NO_ROW.new_from_index(0, len(reading)))
-    is_open = pl.repeat(True, len(reading), dtype=pl.Boolean, eager=True)
-    for distance in range(1, _MOST_BETWEEN + 2):
-        at = reading - distance
-        at = at.zip_with(at >= 0, pl.Series([None], dtype=pl.Int64))
-        is_open = is_open & (outer["thread"].gather(at) == checks["thread"]).fill_null(False)
-        found = is_open & checks["test"].is_null() & is_test.gather(at).fill_null(False)
-        checks = checks.with_columns(outer["row"].gather(at).zip_with(found, checks["test"]).alias("test"))
-        is_open = is_open & is_reduction.gather(at).fill_null(False)
-    checks = checks.filter(pl.col("test").is_not_null())
+    reading = is_named(outer, _READING).arg_true()
+    back = [(place, max(0, place - distance)) for place in reading for distance in range(_MOST_BETWEEN + 2)]
+    near = outer.select("row", "thread", is_named(outer, _TESTING).alias("tests"), is_named(outer, _REDUCING))
+    tests: dict[int, int | None] = {}
+    thread, is_open = None, False
+    for (place, at), (row, its_thread, is_test, is_reduction) in zip(back, near[[at for _, at in back]].rows()):
+        if place not in tests:
+            tests[place], thread, is_open = None, its_thread, True
+        elif is_open and at < place and its_thread == thread:
+            tests[place], is_open = (row, False) if is_test else (None, bool(is_reduction))
+        else:
+            is_open = False
+    checks = outer[reading].with_columns(test=pl.Series([*tests.values()], dtype=pl.UInt32)).drop_nulls("test")
     above = host["name"].gather(host["parent"].gather(checks["test"]))
     checks = checks.select(
         host["start_ns"].gather(checks["test"]).alias("start_ns"), "end_ns", "thread", "step", "phase", "module",

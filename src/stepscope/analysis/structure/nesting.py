@@ -39,9 +39,10 @@ def ancestor(host: pl.DataFrame, is_wanted: pl.Series) -> pl.Series:
     """Return for each row the innermost row at or above it that is wanted, or null."""
     wanted = is_wanted.fill_null(False)
     parents: pl.Series = host["parent"]
+    answer: pl.Series = NO_ROW.new_from_index(0, host.height)
     if not wanted.any():
-        return NO_ROW.new_from_index(0, host.height)
-    answer: pl.Series = pl.int_range(host.height, dtype=pl.UInt32, eager=True).zip_with(wanted, parents)
+        return answer
+    answer = pl.int_range(host.height, dtype=pl.UInt32, eager=True).zip_with(wanted, parents)
     while True:
         # Pointer doubling: a wanted row names itself, any other the candidate of its candidate.
         further = answer.gather(answer)

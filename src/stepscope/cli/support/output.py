@@ -56,9 +56,10 @@ def print_document(
     is_wide: bool = False,
 ) -> None:
     """Print a document on the terminal, or its result as JSON; a wide table uses the whole terminal."""
-    from stepscope.render.terminal import terminal_text
 
     def to_text(color: bool, width: int) -> str:
+        from stepscope.render.terminal import terminal_text
+
         whole = max(width, shutil.get_terminal_size((width, 24)).columns) if is_wide else width
         return terminal_text(document(), whole, color, num_rows)
 
@@ -67,9 +68,13 @@ def print_document(
 
 def print_answer(result: Any, as_json: bool, *options: Any, is_wide: bool = False) -> None:
     """Print a result on the terminal as the API shows it, or as JSON; `options` are those of its document."""
-    from stepscope.api.displays import document_of
 
-    print_document(lambda: document_of(result, *options), result.to_json, as_json, is_wide=is_wide)
+    def document() -> "Document":
+        from stepscope.api.displays import document_of
+
+        return document_of(result, *options)
+
+    print_document(document, result.to_json, as_json, is_wide=is_wide)
 
 
 def write(parts: Iterable[str], stream: TextIO | None = None) -> bool:
