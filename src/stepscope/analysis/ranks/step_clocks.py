@@ -1,7 +1,9 @@
 """Clocks and stragglers of a whole run, from the steps that every rank timed: no trace is needed.
 
 Ranks that train together leave each step's last collective together. So a step is to `side_by_side` what a collective
-of a trace is: a rank enters it when its backward begins, and leaves it when the backward ends.
+of a trace is: a rank enters it when its backward begins, and leaves it when the backward ends. That gives the offset
+of two clocks. How wrong it can be follows from causality alone: no rank ends a step before every rank has begun the
+step's last backward, which waits for the gradients of all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,9 @@ _TIMED = ("clean", "free")  # windows in which nothing but the steps is measured
 _AFTER = "optimizer"
 _PASSES = ("forward", "backward", _AFTER, "unattributed")
 _LATE_SHARE = 0.25  # of the steps: a rank that is last less often takes turns with others
-_ROUNDING_NS = 1_000_000  # a history has the time of day in milliseconds
+_BEFORE = ("data", "loader_start", "before_forward", "forward", "before_backward")  # of a step's last backward
+_ROUNDING_NS = 1_200_000  # two histories have the time of day in milliseconds, each read within 0.1 ms
+_DRIFT = 1e-4  # clocks of two hosts drift apart more slowly: crystals are good to 50 ppm or better
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,9 @@ class RankSteps:
     host: str | None
     day_ns: int | None  # time of day minus the clock of the steps; None if the recording does not have it
     is_on_gpu: bool
-    calls: pl.DataFrame  # `step`, `start_ns`, `end_ns`: of the backward, with its collectives
+    calls: pl.DataFrame
+    """`step`; `start_ns`, `end_ns`: of the backward, with its collectives. `enter_ns` is not after the
+    beginning of its last backward, `leave_ns` not before its end."""
     phases_ns: Mapping[str, float]  # host, mean of a step
     device_ns: Mapping[str, float]  # GPU, mean of a step; empty without one
     step_ns: float  # median
@@ -41,7 +47,7 @@ class Late:
 
     rank: int
     host: str | None
-    num_last: int  # steps in which it came last by more than the clocks' uncertainty
+    num_last: int  # steps in which it came last by more than the spread of the ends
     last_share: float  # of all steps
     caused_wait_ns: int  # of the other ranks together
     phase: str | None  # what takes it longer than the other ranks; None if nothing does
@@ -53,7 +59,12 @@ class Late:
 class JobClocks:
     """The clocks of a job's ranks, and who is late."""
 
-    clocks: pl.DataFrame  # as `clock_alignment`; `skew_ns` is of the hosts' time of day
+    clocks: pl.DataFrame
+    """One row per rank: `rank`, `reference` (the lowest), `num_calls` (steps). `offset_ns`: its clock minus the
+    reference's, the median difference of the ends; `spread_ns`: their inter-quartile range. `earliest_ns`,
+    `latest_ns`: the causal bounds of the offset at the last step; `uncertainty_ns`: the larger distance of the offset
+    from them. `is_contradicted`: no offset fits all steps, so the bounds are those of the last `num_agreeing` steps.
+    `skew_ns`, `skew_uncertainty_ns`: the same for the hosts' time of day."""
     hosts: Mapping[int, str | None]
     stragglers: Stragglers
     late: tuple[Late, ...]
@@ -71,7 +82,8 @@ def rank_steps(
     for each in timed:
         end_ns = each.end_ns - each.host_ns.get(_AFTER, 0)
         inside_ns = each.host_ns.get("backward") or each.host_ns.get("unattributed") or 0
-        rows.append((each.step, end_ns - inside_ns, end_ns))
+        enter_ns = each.start_ns + sum(each.host_ns.get(name, 0) for name in _BEFORE)
+        rows.append((each.step, end_ns - inside_ns, end_ns, enter_ns, each.end_ns))
     split = [each for each in timed if "unattributed" not in each.host_ns] or timed
     names = dict.fromkeys(name for each in split for name in each.host_ns)
     on_gpu = [each.device_ns for each in split if each.device_ns]
@@ -80,7 +92,7 @@ def rank_steps(
         host,
         day_ns,
         bool(on_gpu),
-        pl.DataFrame(rows, schema=["step", "start_ns", "end_ns"], orient="row"),
+        pl.DataFrame(rows, schema=["step", "start_ns", "end_ns", "enter_ns", "leave_ns"], orient="row"),
         {name: fmean(each.host_ns.get(name, 0) for each in split) for name in names},
         {name: fmean(each.get(name, 0) for each in on_gpu) for name in dict.fromkeys(n for o in on_gpu for n in o)},
         median(each.wall_ns for each in timed),
@@ -96,7 +108,32 @@ def job_clocks(ranks: Sequence[RankSteps]) -> JobClocks | None:
     calls = calls.filter(pl.col("rank").n_unique().over("step") == len(ranks)).sort("step", "rank")
     if calls.is_empty() or len(ranks) < 2:
         return None
-    whole = pl.lit(None, pl.Int64)
+    matched = _matched(calls, tuple(sorted(each.rank for each in ranks)))
+    is_known = all(each.day_ns is not None for each in ranks)
+    aligned = clock_alignment(matched, {each.rank: each.day_ns or 0 for each in ranks} if is_known else None)
+    # Half of the steps lie within the spread that `clock_alignment` states: twice as much has nearly all.
+    spread = 2 * pl.col("uncertainty_ns")
+    ahead_ns = 0
+    if any(each.is_on_gpu for each in ranks):  # the host runs ahead of its GPU, and does not wait in the backward
+        ahead_ns = round(max(each.step_ns for each in ranks))
+        spread = pl.max_horizontal(spread, pl.lit(ahead_ns))
+    aligned = aligned.with_columns(spread.alias("uncertainty_ns"))
+    clocks = _bounded(aligned, _causal_bounds(calls, ahead_ns)).with_columns(
+        skew_ns=pl.col("skew_ns") + pl.col("offset_ns") - aligned["offset_ns"]
+        if is_known
+        else pl.lit(None, pl.Int64),
+        skew_uncertainty_ns=pl.col("uncertainty_ns") + (_ROUNDING_NS if is_known else 0),
+    )
+    # Causality alone cannot show a rank that is late in every step: that ranks leave a step together does.
+    found = stragglers(matched, aligned)
+    num_steps = calls["step"].n_unique()
+    return JobClocks(
+        clocks, {each.rank: each.host for each in ranks}, found, _late(ranks, found, num_steps), num_steps
+    )
+
+
+def _matched(calls: pl.DataFrame, ranks: tuple[int, ...]) -> Matched:
+    """Return the steps as collectives, to compare them as those of a trace."""
     calls = calls.select(
         call=pl.col("step").rank("dense").cast(pl.Int64) - 1,
         group=pl.lit("0"),
@@ -104,30 +141,62 @@ def job_clocks(ranks: Sequence[RankSteps]) -> JobClocks | None:
         collective=pl.lit("all_reduce"),
         step="step",
         rank="rank",
-        bytes=whole,
+        bytes=pl.lit(None, pl.Int64),
         start_ns="start_ns",
         end_ns="end_ns",
         duration_ns=pl.col("end_ns") - pl.col("start_ns"),
     )
     none = pl.DataFrame(schema={"rank": pl.Int64, "reason": pl.String, "num_kernels": pl.Int64})
-    matched = Matched(calls, none, Share(0, calls.height), tuple(sorted(each.rank for each in ranks)))
-    is_known = all(each.day_ns is not None for each in ranks)
-    clocks = clock_alignment(matched, {each.rank: each.day_ns or 0 for each in ranks} if is_known else None)
-    # Half of the steps lie within the spread that `clock_alignment` states. But hosts leave a step one after the
-    # other, perhaps always in the same order: twice as much covered the error with clocks of known offset.
-    clocks = clocks.with_columns(2 * pl.col("uncertainty_ns"))
-    if any(each.is_on_gpu for each in ranks):  # the host may run ahead of its GPU, by about a step
-        least = round(max(each.step_ns for each in ranks))
-        clocks = clocks.with_columns(pl.max_horizontal("uncertainty_ns", pl.lit(least)).alias("uncertainty_ns"))
-    rounding = _ROUNDING_NS if is_known else 0
-    clocks = clocks.with_columns(
-        skew_ns=pl.col("skew_ns") if is_known else pl.lit(None, pl.Int64),
-        skew_uncertainty_ns=pl.col("uncertainty_ns") + rounding,
+    return Matched(calls, none, Share(0, calls.height), ranks)
+
+
+def _causal_bounds(calls: pl.DataFrame, ahead_ns: int) -> pl.DataFrame:
+    """Return the bounds of each rank's offset to the lowest rank, at the last step: `earliest_ns` and `latest_ns`.
+
+    Each step bounds the offset both ways, as a message and its answer do: the rank entered before the lowest rank
+    left, and the lowest rank entered before the rank left. The offset lies in the intersection. The bounds of older
+    steps are widened by `_DRIFT`, and all by `ahead_ns`. If steps contradict each other, those from the last one back
+    to the contradiction count (`num_agreeing`).
+    """
+    lowest = calls.filter(pl.col("rank") == pl.col("rank").min()).select(
+        "step", first_enter="enter_ns", first_leave="leave_ns"
     )
-    found = stragglers(matched, clocks)
-    num_steps = calls["step"].n_unique()
-    return JobClocks(
-        clocks, {each.rank: each.host for each in ranks}, found, _late(ranks, found, num_steps), num_steps
+    age_ns = pl.col("first_leave").max() - pl.col("first_enter")
+    wider = (_DRIFT * age_ns).ceil().cast(pl.Int64) + ahead_ns + 1  # 1: times are whole nanoseconds
+    low, high = pl.col("enter_ns") - pl.col("first_leave") - wider, pl.col("leave_ns") - pl.col("first_enter") + wider
+    return (
+        calls.join(lowest, on="step")
+        .sort("rank", "step", descending=[False, True])
+        .select(
+            "rank",
+            earliest_ns=low.cum_max().over("rank"),
+            latest_ns=high.cum_min().over("rank"),
+            num_steps=pl.len().over("rank"),
+        )
+        .filter(pl.col("earliest_ns") <= pl.col("latest_ns"))
+        .group_by("rank")
+        .agg(
+            pl.col("earliest_ns").last(),
+            pl.col("latest_ns").last(),
+            num_agreeing=pl.len().cast(pl.Int64),
+            is_contradicted=pl.len() < pl.col("num_steps").first(),
+        )
+    )
+
+
+def _bounded(aligned: pl.DataFrame, bounds: pl.DataFrame) -> pl.DataFrame:
+    """Return the clocks with the offset inside its causal bounds, and its distance from them as uncertainty."""
+    offset, low, high = pl.col("offset_ns"), pl.col("earliest_ns"), pl.col("latest_ns")
+    is_first = pl.col("rank") == pl.col("reference")
+    return (
+        aligned.rename({"uncertainty_ns": "spread_ns"})
+        .drop("earliest_ns", "latest_ns", "is_contradicted")
+        .join(bounds, on="rank", maintain_order="left")
+        .with_columns(
+            pl.when(is_first).then(0).otherwise(bound).alias(bound.meta.output_name()) for bound in (low, high)
+        )
+        .with_columns(offset.clip(low, high))
+        .with_columns(uncertainty_ns=pl.max_horizontal(offset - low, high - offset))
     )
 
 

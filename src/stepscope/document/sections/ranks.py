@@ -74,8 +74,16 @@ def _job_clocks(session: Session) -> Iterator[Part]:
         yield Missing(str(reason))
         return
     tied = found.clocks.filter(pl.col("rank") != pl.col("reference"))
-    widest = duration(int(tied["uncertainty_ns"].max() or 0), 3)  # type: ignore[arg-type]  # numbers
-    text = f"Clocks are aligned on {plural(found.num_steps, 'step')} to ±{widest}."
+    widest, spread = (duration(int(tied[name].max() or 0), 3) for name in ("uncertainty_ns", "spread_ns"))  # type: ignore[arg-type]  # numbers
+    text = (
+        f"Clocks are aligned on the ends of {plural(found.num_steps, 'step')}; the middle half of them lies within "
+        f"{spread}. Causality bounds the error to ±{widest}."
+    )
+    for row in tied.filter("is_contradicted").head(3).iter_rows(named=True):
+        text += (
+            f" The clock of rank {row['rank']} changed during the run, or its steps are not those of rank "
+            f"{row['reference']}: only the last {plural(row['num_agreeing'], 'step')} agree."
+        )
     for each in found.late[:3]:
         text += f" Rank {each.rank} is last in {percent(each.last_share)} of them"
         if each.phase:
@@ -85,11 +93,15 @@ def _job_clocks(session: Session) -> Iterator[Part]:
     yield Text(text if found.late else f"{text} No rank is last in more than a quarter of them.")
     if found.late:
         names = "rank host num_last last_share caused_wait_ns phase excess_ns where"
-        note = "last: by more than the clocks' uncertainty; excess: per step, longer than the median rank"
+        note = "last: by more than the spread of the ends; excess: per step, longer than the median rank"
         yield Table("late_ranks", "ranks that others wait for", columns_of(found.late, names), note=note)
     clocks = found.clocks.with_columns(host=pl.col("rank").replace_strict(found.hosts, return_dtype=pl.String))
-    names = "rank host offset_ns uncertainty_ns skew_ns skew_uncertainty_ns num_steps:num_calls is_contradicted"
-    note = "offset: of the clock of the steps; skew: of the hosts' time of day; both against the first rank"
+    names = "rank host offset_ns uncertainty_ns earliest_ns latest_ns spread_ns skew_ns skew_uncertainty_ns \
+num_steps:num_calls num_agreeing is_contradicted"
+    note = (
+        "offset: of the clock of the steps; spread: of the ends it is measured on; uncertainty: its larger distance "
+        "from earliest and latest, the bounds by causality; skew: of the hosts' time of day; against the first rank"
+    )
     yield table_of(clocks, "rank_clocks", "clocks of the ranks over the run", names, _MOST_RANKS, note=note)
 
 

@@ -6,13 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LEAST_NS = 1_000_000_000  # that a clock must change to be worth a word
+_APART_NS, _MOST_READS = 100_000, 10
 
 
 def readings() -> tuple[int, int, int]:
-    """Return now in ns: on the clock that steps are timed with, since the boot with sleep, and of the day."""
+    """Return now in ns: on the clock that steps are timed with, since the boot with sleep, and of the day.
+
+    They are read again if the process was interrupted in between.
+    """
     boot = getattr(time, "CLOCK_BOOTTIME", None)
-    now_ns = time.perf_counter_ns()
-    return now_ns, now_ns if boot is None else time.clock_gettime_ns(boot), time.time_ns()
+    for _ in range(_MOST_READS):
+        now_ns = time.perf_counter_ns()
+        boot_ns, day_ns = now_ns if boot is None else time.clock_gettime_ns(boot), time.time_ns()
+        if time.perf_counter_ns() - now_ns < _APART_NS:
+            break
+    return now_ns, boot_ns, day_ns
 
 
 class Clocks:
