@@ -263,6 +263,30 @@ def test_the_verb_says_whose_memory_it_is(capsys):
     assert not torch.distributed.is_initialized()
 
 
+def test_a_plan_does_not_meet_what_dtensor_kept_of_another_way(workloads):
+    for parallel in (Parallel(fsdp=8), Parallel(tp=8)):
+        live = predicted(parallel, workloads("own"), {"mode": "step"}, H200).live_at_peak
+
+    assert live["parameter"] == 3 * 4 * (256 * WIDTH // 8 * 2 + 256 // 8 + 3 * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("workload", "number", "said"),
+    [
+        ("own", 3, "--tp 3: blocks.0.up.weight has size 256 where the plan splits it"),
+        pytest.param("llama", 4, "--tp 4: the model has num_key_value_heads=2", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_cannot_share_a_model_evenly_are_refused_in_a_sentence(workload, number, said, workloads, capfd):
+    words = ["plan", workloads(workload), "--tp", str(number)] + ["--set", "seq_len=64"] * (workload == "llama")
+
+    assert main(words) == 2
+
+    told = " ".join(capfd.readouterr().err.split())
+    assert said in told and "needs equal shares" in told and "Traceback" not in told
+    assert "RuntimeError" not in told and told.count("stepscope plan:") == 1
+
+
 def test_the_fewest_gpus_and_the_largest_batch_that_fit(capsys):
     values = {"preset": "small", "batch": 1, "seq_len": 16, "mode": "step"}
     words = ["plan", "cs336", "--preset", "small", "--set", "batch=1", "--set", "seq_len=16", "--fit", "1700MiB"]

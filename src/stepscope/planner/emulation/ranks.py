@@ -56,8 +56,9 @@ class Ranks:
             stack.callback(dist.destroy_process_group)
             # PyTorch treats planned tensors as CPU tensors. What asks in Python sees the planned device.
             shape = (num_ranks,) if num_replicas == 1 else (num_replicas, num_ranks // num_replicas)
-            names = {} if num_replicas == 1 else {"mesh_dim_names": ("replicate", "shard")}
-            self._mesh = init_device_mesh("cpu", shape, **names)
+            # DTensor keeps what it derived for equal meshes, and the mesh in it: other ways must have other names.
+            names = (str(self._parallel.way),) if num_replicas == 1 else ("replicate", "shard")
+            self._mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             stack.enter_context(replaced(*self._replacements()))
             self._stack = stack.pop_all()
         return self

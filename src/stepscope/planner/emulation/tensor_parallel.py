@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch.distributed import _functional_collectives
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from stepscope.errors import UsageError
@@ -40,6 +41,7 @@ class TensorParallel(Ranks):
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         # The wrapper of a result that is not there yet asks Python for the device, and PyTorch may not have that one.
         yield _functional_collectives, "_maybe_wrap_tensor", lambda result: result
+        yield fake_tensor.log, "exception", lambda *_: None  # DTensor asks for shapes; it raises the error too
 
     def shard(self, module: nn.Module, batch: Batch) -> nn.Module:
         styles = styles_of(module)
@@ -49,6 +51,8 @@ class TensorParallel(Ranks):
             parallelize_module(module, self._mesh, styles, src_data_rank=None)
         except (NotImplementedError, ValueError, AssertionError, RuntimeError) as error:
             raise UsageError(f"--tp: parallelize_module rejects the model's plan: {error}") from None
+        if uneven := next(_uneven(module, num_ranks), None):
+            _explain(module, f"--tp {num_ranks}: {uneven}, and the model needs equal shares. Use a divisor of it")
         self.notes = {
             "tensor parallelism": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved "
             f"memory: one of {num_ranks} ranks with the same batch; parallelize_module on {len(styles)} modules. "
@@ -56,6 +60,32 @@ class TensorParallel(Ranks):
             "NCCL": NCCL,
         }
         return module
+
+
+def _uneven(module: nn.Module, num_ranks: int) -> Iterator[str]:
+    """Yield what the ranks cannot share evenly: attention heads, and sizes of the weights that the plan splits."""
+    config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and number % num_ranks:
+            yield f"the model has {name}={number}"
+    for name, parameter in module.named_parameters():
+        for placement in parameter.placements if isinstance(parameter, DTensor) else ():
+            if isinstance(placement, Shard) and (size := parameter.shape[placement.dim]) % num_ranks:
+                yield f"{name.removeprefix('module.')} has size {size} where the plan splits it"
+
+
+def _explain(module: nn.Module, why: str) -> None:
+    """Let a forward that fails say why."""
+    forward = module.forward
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, ValueError, AssertionError):
+            raise UsageError(why) from None
+
+    module.forward = explained
 
 
 class _SameDevice(str):
