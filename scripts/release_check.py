@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,13 +52,13 @@ def run(*words: object, **options: object) -> str:
     return str(done.stdout)
 
 
-def environment(folder: Path, *packages: object) -> Path:
+def environment(folder: Path, *packages: object, python: object = sys.executable) -> Path:
     """Make an environment with these packages. Return its Python."""
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
+    run(python, "-m", "venv", folder)
+    inside = folder / "bin" / "python"
     if packages:
-        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
-    return python
+        run(inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
+    return inside
 
 
 def version(wanted: str | None) -> str:
