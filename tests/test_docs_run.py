@@ -145,9 +145,9 @@ def test_every_command_of_a_page(page, recording, tmp_path):
             if name not in made and "--resume" not in words:
                 shutil.rmtree(folder / name, ignore_errors=True)
             made.add(name)
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=folder, env=environment, input="y\n", capture_output=True, text=True
-        )
+        # At a terminal, it asks whether to run what a recording names.
+        typed = line if "--yes" in words else line.replace("stepscope verify runs/", "stepscope verify --yes runs/")
+        done = subprocess.run(["bash", "-c", typed], cwd=folder, env=environment, capture_output=True, text=True)
         print(line, done.returncode, done.stdout[-2000:], done.stderr[-1000:], sep="\n")
         assert done.returncode in ANSWERED or WORSE in done.stdout, line
 
