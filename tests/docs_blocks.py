@@ -127,13 +127,18 @@ RUNS = (
 )  # fmt: skip
 
 
+def add_windows(folder: Path, recording: Path) -> None:
+    """Put windows into two recordings, as `stepscope trigger` does while a job runs."""
+    for name in ("window1", "window2"):
+        for run in ("train", "train-20260101-120000"):
+            shutil.copytree(recording, folder / "runs" / run / name, dirs_exist_ok=True)
+
+
 def furnish(folder: Path, recording: Path) -> Path:
     """Put into `folder` what the pages name, with copies of one recording."""
     for name in RUNS:
         shutil.copytree(recording, folder / "runs" / name)
-    for name in ("window1", "window2"):
-        for run in ("train", "train-20260101-120000"):
-            shutil.copytree(recording, folder / "runs" / run / name)
+    add_windows(folder, recording)
     for host in range(2):
         shutil.copytree(recording, folder / f"node{host}" / "train-my-job")
     for name in ("bench-20260101-120000", "sizes"):

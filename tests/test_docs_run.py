@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_blocks import OURS, ROOT, SCRIPT, blocks, furnish, words_of
+from docs_blocks import OURS, ROOT, SCRIPT, add_windows, blocks, furnish, words_of
 from forks import settings
 from stepscope.cli.main import _find, verb_parser
 from verbs import run_verb
@@ -145,6 +145,8 @@ def test_every_command_of_a_page(page, recording, tmp_path):
             if name not in made and "--resume" not in words:
                 shutil.rmtree(folder / name, ignore_errors=True)
             made.add(name)
+        if "window" in line:  # which a --resume before takes anew
+            add_windows(folder, recording)
         # At a terminal, it asks whether to run what a recording names.
         typed = line if "--yes" in words else line.replace("stepscope verify runs/", "stepscope verify --yes runs/")
         done = subprocess.run(["bash", "-c", typed], cwd=folder, env=environment, capture_output=True, text=True)
