@@ -152,8 +152,9 @@ class Document:
         self._is_object = False
 
     def read_header(self, chunk: int | None = None) -> None:
-        """Read up to the first event, one slice at a time."""
-        header = Fields(self.source.path, lambda: self.source.read(chunk or SLICE))
+        """Read up to the first event, a little at a time: what is read beyond it is copied."""
+        chunk = chunk or min(SLICE, _CHUNK)
+        header = Fields(self.source.path, lambda: self.source.read(chunk))
         self._is_object = header.open()
         if self._is_object and not header.read(self.fields):
             raise header.error('is JSON but not a trace: it has no list "traceEvents"')
