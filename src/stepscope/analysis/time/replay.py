@@ -112,6 +112,7 @@ class Replay:
         inside = work.with_columns(pl.col("given").clip(self.start_ns))
         columns = (inside[name].to_list() for name in ("event", "lane", "stream", "start_ns", "end_ns", "given"))
         self._events, self._lane, self._stream, self._starts, self._ends, self._issued = columns
+        self._durations = [float(end - start) for start, end in zip(self._starts, self._ends)]
         calls = linked.host["event"].gather(inside["launch"]).to_list()
         returned = linked.host["end_ns"].gather(inside["launch"]).fill_null(inside["given"])
         self._returned: list[int] = returned.clip(self.start_ns).to_list()
@@ -315,7 +316,7 @@ class Replay:
         return own.to_list()
 
     def play(self, change: Change) -> Replayed:
-        durations = [float(end - start) for start, end in zip(self._starts, self._ends)]
+        durations = [*self._durations]
         gone = {self._place[event] for event in change.gone if event in self._place}
         for event, ns in (*change.duration_ns.items(), *((event, 0.0) for event in change.gone)):
             if event in self._place:
@@ -323,22 +324,22 @@ class Replay:
         starts, ends = [0.0] * len(durations), [0.0] * len(durations)
         lane_end = dict.fromkeys(self._lane, float(self.start_ns))
         stream_end = dict.fromkeys(self._stream, 0.0)
-        last_end = now = host_ns = float(self.start_ns)
-        for own, (call, stream, room, work) in zip(self._own_ns(change), self._deeds):
-            if call is not None and call not in change.unwaited:
+        last_end = now = float(self.start_ns)
+        times_ns, unwaited = self._own_ns(change), change.unwaited
+        for own, (call, stream, room, work) in zip(times_ns, self._deeds):
+            if room is not None:
+                now = starts[room] if starts[room] > now else now
+            elif call is not None and call not in unwaited:
                 now = max(now, last_end if stream is None else stream_end.get(stream, 0.0))
-            elif room is not None:
-                now = max(now, starts[room])
             now += own
-            host_ns += own
             for i, lane, stream, holder, pause, latency in work:
                 start = lane_end[lane]
                 if i in gone:
                     starts[i] = ends[i] = start
                     continue
                 start += pause
-                if now + latency > start:
-                    start = now + latency
+                if (ready := now + latency) > start:
+                    start = ready
                 if holder is not None:
                     start = max(start, ends[holder] + self._starts[i] - self._ends[holder])
                 end = start + durations[i]
@@ -348,8 +349,8 @@ class Replay:
                     stream_end[stream] = end
                 if end > last_end:
                     last_end = end
-        device_ns = sum(durations[self._num_before :])
-        return self._replayed(now, max(now, last_end), device_ns, host_ns - self.start_ns)
+        *_, host_end = accumulate(times_ns, initial=float(self.start_ns))  # as `now` adds it up, without the waits
+        return self._replayed(now, max(now, last_end), sum(durations[self._num_before :]), host_end - self.start_ns)
 
 
 def typical_steps(linked: Linked) -> pl.DataFrame:
