@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from stepscope.document.model import Bars, Lines, Scatter, Series
 from stepscope.formatting import cell, safe, scale, significant, title_of
@@ -80,7 +81,8 @@ def why_missing(chart: Bars, at: int) -> str:
 
 def texts_of(name: str, series: Series) -> list[str]:
     """Return each value of a series as text, with its interval if it has one."""
-    texts = [cell(name, value) for value in series.y]
+    text_of = lru_cache(None, typed=True)(partial(cell, name))  # most levels of memory come again
+    texts = [text_of(value) for value in series.y]
     if not (series.low and series.high):
         return texts
     ends = [
