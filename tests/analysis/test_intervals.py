@@ -8,7 +8,7 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.structure.intervals import complement, intersect, length_ns, sweep, union
+from stepscope.analysis.structure.intervals import _FEW, complement, intersect, length_ns, sweep, union
 
 pairs = st.tuples(st.integers(-20, 40), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1]))
 sets = st.lists(pairs, max_size=12)
@@ -24,11 +24,13 @@ def moments(intervals: list[tuple[int, int]]) -> set[int]:
 
 @given(sets)
 def test_a_union_covers_the_same_moments_once(intervals):
+    """GIVEN few intervals, or the same many times over THEN both ways to join them return the same."""
     joined = union(frame(intervals))
 
     assert length_ns(joined) == len(moments(intervals))
     assert moments(joined.rows()) == moments(intervals)
     assert all(before[1] < after[0] for before, after in pairwise(joined.rows()))
+    assert joined.equals(union(frame(intervals * _FEW)))
 
 
 @given(sets, sets)
