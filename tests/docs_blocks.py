@@ -78,10 +78,21 @@ class Block(nn.Module):
         return x + self.mlp(x).relu()
 
 
-def build(batch: int = 4):
-    model = nn.Sequential()
-    model.blocks = nn.Sequential(*(Block() for _ in range(12)))
-    return model, lambda: torch.randn(batch, 16)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(12)))
+
+    def forward(self, x, targets=None):
+        outputs = self.blocks(x)
+        return outputs if targets is None else self.loss_fn(outputs, targets)
+
+    def loss_fn(self, outputs, targets):
+        return (outputs - targets).square().mean()
+
+
+def build(batch: int = 6):
+    return Model(), lambda: (torch.randn(batch, 16), torch.randn(batch, 16))
 """
 SCRIPT = (
     MODEL
@@ -98,7 +109,7 @@ def main(argv=None):
     model, batch = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     for step in range(40):
-        loss = model(batch()).square().mean()
+        loss = model(*batch())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
