@@ -9,6 +9,7 @@ from recorded_cases import recorded, run_script
 from stepscope.document.findings import diagnosis_document, findings_part
 from stepscope.findings.diagnose import diagnose
 from stepscope.findings.rules.cpu import cpu_bfloat16
+from stepscope.findings.rules.memory import checkpointing_with_free_memory
 from stepscope.findings.rules.unused_results import forward_without_backward, untouched_rows, unused_gradients
 from trace_builder import TraceBuilder
 
@@ -99,7 +100,8 @@ def called(folder, is_second_trained=False, recomputes=False):
         )
         for call in (0, 1):
             trace.annotation("stepscope.module/Net", begin + 250 * call, 200)
-            trace.op("aten::mm", begin + 250 * call + 10, 150, id=number + call, sequence=number + call)
+            dims = {"Input Dims": [[8, 8], [8, 8]]}
+            trace.op("aten::mm", begin + 250 * call + 10, 150, id=number + call, sequence=number + call, **dims)
         nodes = (number, number + 1) if is_second_trained else (number,)
         for place, node in enumerate(nodes):
             names = {"sequence": node, "forward_thread": 1}
@@ -121,6 +123,37 @@ def test_a_forward_without_a_backward_costs_its_whole_call(tmp_path):
 @pytest.mark.parametrize("how", ["is_second_trained", "recomputes"])
 def test_forwards_that_are_trained_or_recomputed_are_none(tmp_path, how):
     assert forward_without_backward(called(tmp_path, **{how: True})) == []
+
+
+RECOMPUTED = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0); torch.set_num_threads(1)
+block = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+optimizer = torch.optim.SGD(block.parameters(), 0.01)
+x = torch.randn(512, 512, requires_grad=True)
+for step in range(100):
+    checkpoint(block, x, use_reentrant={}).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_recomputed_forward_on_a_cpu_with_free_memory(tmp_path, is_reentrant):
+    script = RECOMPUTED.format(is_reentrant)
+    (found,) = checkpointing_with_free_memory(
+        run_script(tmp_path, script, "--warmup", "2", "--clean", "5", "--exit-after")
+    )
+
+    assert "fit in memory" in found.sentence and found.saving_ns > 0
+    assert "aten::linear" in {row["name"] for row in found.evidence[0].rows}
+
+
+def test_without_a_recomputed_forward_there_is_nothing_to_keep_in_memory(tmp_path):
+    assert checkpointing_with_free_memory(called(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("dtype", "has_bf16"), [("c10::BFloat16", False), ("float", False), ("c10::BFloat16", True)])

@@ -4,10 +4,14 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.kernels.extra_work import recomputed
 from stepscope.analysis.time.cpu_ledger import DATA, PRODUCTS, TRAINING
 from stepscope.errors import ABOUT_CPUS, if_available
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
-from stepscope.formatting import duration, plural, safe, whole_percent
+from stepscope.findings.op_work import clean_factor, op_work
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.formatting import duration, plural, safe, size, whole_percent
 from stepscope.session.case import WORTH_WITHOUT_GPU
 
 _SHORT_NS = 20_000
@@ -179,6 +183,34 @@ def by_name(ops: pl.DataFrame, num_steps: int) -> pl.DataFrame:
     """Return ops by name, per step, the longest first."""
     counts = (pl.len() / num_steps).alias("num_calls"), (pl.col("self_ns").sum() / num_steps).alias("duration_ns")
     return ops.group_by("name").agg(counts).sort("duration_ns", "name", descending=[True, False])
+
+
+def recomputed_on_cpu(case: Case) -> list[Finding]:
+    """Return the finding of `checkpointing_with_free_memory` for a recording on a CPU."""
+    again = case.within(recomputed(case.linked, op_work(case, needs_shapes=True).table))
+    spent_ns = case.total_ns(again, LENGTH) * clean_factor(case)
+    if spent_ns < WORTH_WITHOUT_GPU * case.step_ns:
+        return []
+    if (free := case.run.tracks.get("available_bytes")) is None:
+        raise Unavailable("The recording does not say how much memory was free. Record it again, on Linux.")
+    texts = case.linked.host.filter(pl.col("row").is_in(again["row"].implode()))["shapes"].cast(pl.String)
+    tensors = (one for text in texts for one in operands(text, None) if isinstance(one, Tensor))
+    most_bytes, free_bytes = 4 * sum(one.num_elements for one in tensors) // case.num_steps, min(free.values)
+    if most_bytes > free_bytes:
+        return []
+    table = case.grouped(again, "num_calls", "name", time=LENGTH)
+    return one_finding(
+        sentence=f"Recomputing {case.number_text(again, 'forward op')} in the backward takes "
+        f"{case.cost_text(spent_ns)}, although the results would fit in memory: they need at most "
+        f"{size(most_bytes)}, and at least {size(free_bytes)} is free.",
+        fix="remove torch.utils.checkpoint / model.gradient_checkpointing_disable()",
+        saving_ns=spent_ns,
+        rows=("cpu_products", "cpu_ops", "cpu_python"),
+        derived="the time of the recomputed ops; Python code between them is not counted",
+        confidence="medium",
+        falsified_by="turn it off; the finding is wrong if the run then runs out of memory or is not faster",
+        evidence=(Evidence("recomputed ops", table.head(8).to_dicts()),),
+    )
 
 
 @rule

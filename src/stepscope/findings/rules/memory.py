@@ -9,6 +9,7 @@ from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.errors import if_available
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
+from stepscope.findings.rules.cpu import recomputed_on_cpu
 from stepscope.formatting import plural, size, whole_percent
 
 _WORTH_SHARE = 0.05  # of the peak; smaller savings are not reported
@@ -144,6 +145,8 @@ _USABLE_SHARE = 0.85  # of the device's memory; beyond it, fragmentation causes 
 @rule
 def checkpointing_with_free_memory(case: Case) -> list[Finding]:
     """Is the forward recomputed in the backward although its results would fit in memory?"""
+    if case.is_on_cpu:
+        return recomputed_on_cpu(case)
     case.with_shapes()
     again = case.recomputed
     events = again["events"].explode().drop_nulls()
