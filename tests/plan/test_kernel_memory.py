@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from stepscope.devices.limits import find_device, known_devices
 from stepscope.planner.allocator import rounded
 from stepscope.planner.emulation.attention_backend import choose
+from stepscope.planner.emulation.ops import Shapes, kind_of
 from stepscope.planner.hardware import (
     Hardware,
     hardware_of,
@@ -50,6 +51,26 @@ def test_the_gradient_of_a_bias_takes_a_buffer(shape, dtype):
 @pytest.mark.parametrize("shape", [(8, 4096, 1024), (16, 2048, 2048)])
 def test_a_mean_over_everything_takes_a_little(shape):
     assert taken(aten.mean.default, meta(*shape, dtype=torch.float32)) == [512, 2560]
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "num_copies"),
+    [("mse_loss", 1), ("smooth_l1_loss", 1), ("huber_loss", 1), ("binary_cross_entropy", 0), ("soft_margin_loss", 0)],
+)
+def test_a_loss_has_the_memory_that_it_has_on_a_cpu(name, num_copies, reduction):
+    """The code is the same for both devices, or does the same: some keep the memory of what they reduce."""
+    func, middle = getattr(aten, name).default, (None,) if name == "binary_cross_entropy" else ()
+    x, y = torch.ones(300, 100), torch.ones(300, 100)
+    args = [meta(300, 100, dtype=torch.float32)] * 2
+    real, shapes = func(x, y, *middle, reduction), Shapes()
+    for _ in range(2):
+        planned = shapes.run(func, kind_of(func), [*args, *middle, reduction], {})
+        assert (planned.shape, planned.dtype) == (real.shape, real.dtype)
+        assert planned.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+    on_cpu = HostKernels().scratch_bytes(func, (*args, *middle, reduction), {})
+    ours = sum(temporary_bytes(func, (*args, *middle, reduction), {}, H200)[0] if num_copies else [])
+    assert on_cpu // x.nbytes == ours // x.nbytes == (num_copies if reduction else 0)
 
 
 def test_a_sum_that_every_block_can_finish_takes_nothing():

@@ -211,6 +211,14 @@ def _reduction(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[in
     return [size for size in sizes if size]
 
 
+def _loss(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """Return the elements of a loss before they are reduced, and the buffers of that."""
+    if (args[2] if len(args) > 2 else kwargs.get("reduction", 1)) == 0:
+        return []
+    elements = args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
+    return [elements.nbytes, *_reduction(func, (elements,), {}, hardware)]
+
+
 def _embedding_backward(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
     gradient, indices, num_weights, padding_index = args[:4]
     number, width = indices.numel(), gradient.shape[-1]
@@ -279,6 +287,7 @@ GEMMS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.def
 _RULES: dict[Any, Callable[[Any, Any, Any, Hardware], list[int]]] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _reduction),
     **dict.fromkeys((aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default), _reduction),
+    **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default), _loss),
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _converted),
     **dict.fromkeys(GEMMS, _products),
     # logsumexp computes exp(x − max(x)) in a copy. A transform to real numbers overwrites a copy of its input.

@@ -156,7 +156,25 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, ends: Any = None, bias: Any = Non
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=dtype)
 
 
+def _loss(func: Any) -> Callable[..., torch.Tensor]:
+    """Return the shape of a loss whose kernels make it of the memory of all it is a mean or sum of."""
+
+    def shape(x: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = func(x, target, *args, **kwargs)
+        if out.dim():
+            return out
+        elements = torch.broadcast_shapes(x.shape, target.shape)
+        return torch.empty(elements, dtype=out.dtype, device=META).as_strided((), ())
+
+    return shape
+
+
+LOSSES = (
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)  # fmt: skip
 SHAPES: dict[Any, Callable[..., Any]] = {
+    **{func: _loss(func) for func in LOSSES},
     # Their meta kernels reject what a GPU does: read bfloat16 and write float32.
     aten._softmax.default: _widened,
     aten._log_softmax.default: _widened,
@@ -201,7 +219,9 @@ class Shapes:
                 "torch.library.register_fake defines one",
             ) from error
         outputs, inputs = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in (out, args))
-        if not outputs & inputs:  # the schema of `_unsafe_view` does not say that it shares its input's memory
+        if (
+            not outputs & inputs and func not in LOSSES
+        ):  # the schema of `_unsafe_view` does not say that it shares its input's memory
             self._seen[key] = meta_like(out)
         return out
 
