@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from stepscope.errors import MissingDependencyError, StepscopeError
+from stepscope.formatting import plural
 from stepscope.sweep.engines.engine import DONE, LOST, QUEUED, RUNNING, Answer, Engine, Order, SchedulerDown, State
 from stepscope.sweep.memory import bytes_of
 
@@ -47,8 +48,11 @@ class RayEngine(Engine):
                     logging_level=logging.CRITICAL,  # what matters of its errors is said by `_reason`
                 )
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                reason = (
+                    str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+                )  # what follows is about Ray's options
                 raise StepscopeError(
-                    f"Cannot reach a Ray cluster at {self.settings.address}: {str(error).splitlines()[0]} Start one "
+                    f"Cannot reach a Ray cluster at {self.settings.address}: {reason}. Start one "
                     "with `ray start --head`, or name it: address in [tool.stepscope.engine]."
                 ) from None
         self._head = ray.get_runtime_context().gcs_address
@@ -60,7 +64,7 @@ class RayEngine(Engine):
         if not any(
             each.get("CPU", 0) >= wanted["num_cpus"] and each.get("GPU", 0) >= wanted["num_gpus"] for each in largest
         ):
-            told = f"{wanted['num_cpus']} CPUs and {wanted['num_gpus']} GPUs"
+            told = f"{plural(wanted['num_cpus'], 'CPU')} and {plural(wanted['num_gpus'], 'GPU')}"
             self._say(f"no node of the Ray cluster has {told} now; points stay queued until one joins")
         self._task = ray.remote(num_returns="streaming", max_retries=0, **wanted)(_stream)
         return self
