@@ -327,7 +327,7 @@ def test_a_shared_disk_that_lags(tmp_path, monkeypatch):
     ("text", "kind", "said"),
     [
         ("sbatch: error: Unable to contact slurm controller (connect failure)", SchedulerDown, "Unable to contact"),
-        ("sbatch: error: invalid partition specified: x", StepscopeError, "Slurm refuses a job: sbatch"),
+        ("sbatch: error: invalid partition specified: x", StepscopeError, ": invalid partition specified: x. Check"),
         ("scancel: error: _establish_config_source: failed to fetch config\n"
          "scancel: fatal: Could not establish a configuration source", StepscopeError, "where `sinfo` works"),
     ],

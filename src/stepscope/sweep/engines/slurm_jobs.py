@@ -159,4 +159,8 @@ class SlurmEngine(Engine):
             raise SchedulerDown(said)
         if "configuration source" in text:
             raise StepscopeError("--on slurm: this machine knows no Slurm cluster. Run this where `sinfo` works.")
-        raise StepscopeError(f"Slurm refuses a job: {said}")
+        reason = said.rpartition("error: ")[2]
+        raise StepscopeError(
+            f"Slurm refuses a job: {reason}. Check --gpus-per-point, and partition, account and sbatch in "
+            "[tool.stepscope.engine]."
+        )
