@@ -75,6 +75,8 @@ OF_A_PAGE = {
                     "counts": torch.tensor([16, 16]), "inputs": [halves(4, 8)] * 2, "weights": [halves(8, 8)] * 2},
     "needless_copies": {"x": halves(2, 4, 8), "linear": nn.Linear(8, 8).bfloat16()},
     "waiting_for_data": {"batch": {"x": torch.ones(2)}},
+    "forward_without_backward": {"model": nn.Linear(8, 16), "x": torch.ones(4, 8), "loss_of": F.cross_entropy,
+                                 "y": torch.ones(4, dtype=torch.long)},
 }  # fmt: skip
 
 
