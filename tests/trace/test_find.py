@@ -233,7 +233,7 @@ def test_a_file_one_may_not_read_is_left_to_the_reader(nobody):
 
 
 def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="nowhere.* does not exist"):
+    with pytest.raises(UsageError, match=r"nowhere.* does not exist"):
         find_traces([tmp_path / "nowhere"])
 
 
