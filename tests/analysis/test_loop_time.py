@@ -111,3 +111,13 @@ def test_steps_that_were_slower_before_are_told(tmp_path):
         == "the 48 steps before took 1.30 times as long: only the last 48 steps are measured"
     )
     assert caveat(*[39, 41] * 48) is None
+
+
+def test_batches_that_were_made_during_slow_steps_are_not_a_higher_pace(tmp_path):
+    """Workers make a batch in 10 ms. While steps take 12 ms, they fill the queue; later, 16 batches take no wait."""
+    times_ms = [10] * 8 + [12] * 64 + [10] * 32 + [2] * 16 + [10] * 16
+    steps = [sample(step, "free", host_ns={"forward": ms * MS}) for step, ms in enumerate(times_ms)]
+    facts = cpu_facts(steps={"num_prefetched": 8})
+    found = loop_time(read_recording(write_recording(tmp_path / "run", facts, steps)), on_device=False)
+
+    assert (found.step_ns, found.num_measured) == (10 * MS, 128)

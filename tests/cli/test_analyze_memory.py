@@ -117,7 +117,7 @@ def test_a_malicious_snapshot_is_one_line_and_does_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("missing",), "there is no"),
+        (("missing",), "does not exist"),
         (("short.json.gz", "long.json.gz", "run"), "one path, or two recordings"),
         (("short.json.gz", "s.pickle"), "two recordings"),
         (("short.json.gz", "short.json.gz"), "differ in nothing"),

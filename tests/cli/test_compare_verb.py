@@ -292,7 +292,7 @@ def test_mistakes_are_one_line(tmp_path, words, message, compare):
 
 
 def test_a_path_that_is_not_there(tmp_path, compare):
-    assert "there is no" in compare(tmp_path / "a", tmp_path / "b", code=2)
+    assert "does not exist" in compare(tmp_path / "a", tmp_path / "b", code=2)
 
 
 def test_a_trace_of_few_steps_is_shown_without_a_verdict(tmp_path, compare, as_json):

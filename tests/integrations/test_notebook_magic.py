@@ -114,7 +114,7 @@ def test_an_error_of_the_cell_stays_its_own_and_the_recording_is_whole(cells):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("nothing", "no runs/nothing"), ("options", "--wormup"), ("taken", "runs/cell")]
+    ("name", "said"), [("nothing", "runs/nothing does not exist"), ("options", "--wormup"), ("taken", "runs/cell")]
 )
 def test_what_cannot_be_done_is_said_in_a_line(cells, name, said):
     cell = cells[1][name]

@@ -119,8 +119,11 @@ def measured_steps(recording: Recording, on_device: bool) -> Sequence[StepSample
     has_ranks = (recording.facts.get("environment") or {}).get("world_size", 1) > 1
     # Ranks wait for the one that is last to prepare a window.
     samples = _drained(undisturbed, max(_num_prefetched(recording), int(has_ranks))) or undisturbed
-    times = [_step_only_ns(sample, on_device) for sample in samples]
-    return samples[_num_unsettled(_at_mean_work(samples, times)) :]
+    times = _at_mean_work(samples, [_step_only_ns(sample, on_device) for sample in samples])
+    first = _num_unsettled(times)
+    # Steps that become faster use up batches that workers made during slow ones: they are not the pace alone.
+    is_refilled = _num_prefetched(recording) and fmean(times[first:]) < fmean(times)
+    return samples if is_refilled else samples[first:]
 
 
 def _other_steps(
