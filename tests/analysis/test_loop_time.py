@@ -114,8 +114,8 @@ def test_steps_that_were_slower_before_are_told(tmp_path):
 
 
 def test_batches_that_were_made_during_slow_steps_are_not_a_higher_pace(tmp_path):
-    """Workers make a batch in 10 ms. While steps take 12 ms, they fill the queue; later, 16 batches take no wait."""
-    times_ms = [10] * 8 + [12] * 64 + [10] * 32 + [2] * 16 + [10] * 16
+    """Workers make a batch in 10 ms. While steps take 12 ms, they fill the queue; the last 16 take no wait."""
+    times_ms = [10] * 8 + [12] * 64 + [10] * 48 + [2] * 16
     steps = [sample(step, "free", host_ns={"forward": ms * MS}) for step, ms in enumerate(times_ms)]
     facts = cpu_facts(steps={"num_prefetched": 8})
     found = loop_time(read_recording(write_recording(tmp_path / "run", facts, steps)), on_device=False)
