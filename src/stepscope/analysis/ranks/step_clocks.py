@@ -119,6 +119,7 @@ def job_clocks(ranks: Sequence[RankSteps]) -> JobClocks | None:
         spread = pl.max_horizontal(spread, pl.lit(ahead_ns))
     aligned = aligned.with_columns(spread.alias("uncertainty_ns"))
     clocks = _bounded(aligned, _causal_bounds(calls, ahead_ns)).with_columns(
+        num_calls=pl.lit(calls["step"].n_unique(), pl.Int64),
         skew_ns=pl.col("skew_ns") + pl.col("offset_ns") - aligned["offset_ns"]
         if is_known
         else pl.lit(None, pl.Int64),
