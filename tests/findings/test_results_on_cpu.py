@@ -1,4 +1,4 @@
-"""Recordings on a CPU: results that nobody reads, bfloat16 without its instructions, and one base for percentages."""
+"""Recordings on a CPU: results that are never used, emulated bfloat16, and one base for percentages."""
 
 from __future__ import annotations
 

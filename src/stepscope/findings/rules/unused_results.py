@@ -1,4 +1,4 @@
-"""Rules about results that nobody reads: forwards without a backward, gradients without an optimizer, rows that no
+"""Rules about results that are never used: forwards without a backward, gradients without an optimizer, rows that no
 step looks up."""
 
 from collections import Counter

@@ -219,9 +219,8 @@ class Shapes:
                 "torch.library.register_fake defines one",
             ) from error
         outputs, inputs = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in (out, args))
-        if (
-            not outputs & inputs and func not in LOSSES
-        ):  # the schema of `_unsafe_view` does not say that it shares its input's memory
+        # The schema of `_unsafe_view` does not say that it shares its input's memory; a loss has more than its shape.
+        if not outputs & inputs and func not in LOSSES:
             self._seen[key] = meta_like(out)
         return out
 
