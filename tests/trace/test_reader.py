@@ -130,8 +130,17 @@ def test_a_real_trace_in_every_layout(tmp_path, monkeypatch, name):
 
 
 @needs_traces
-@pytest.mark.parametrize("layout", ["minified", "indented by 4", "bare list, never closed"])
-@pytest.mark.parametrize("compress", [None, gzip.compress], ids=["plain", "gz"])
+@pytest.mark.parametrize(
+    ("layout", "compress"),
+    [
+        ("minified", None),
+        ("indented by 4", gzip.compress),
+        ("bare list, never closed", None),
+        pytest.param("minified", gzip.compress, marks=pytest.mark.long),
+        pytest.param("indented by 4", None, marks=pytest.mark.long),
+        pytest.param("bare list, never closed", gzip.compress, marks=pytest.mark.long),
+    ],
+)
 def test_two_workers_read_what_one_does(tmp_path, small_slices, layout, compress):
     text = LAYOUTS[layout](loaded(real_trace(REAL[6])))
     assert len(text) > 8 * source.SLICE
@@ -218,7 +227,7 @@ def test_a_large_event_is_read_and_one_beyond_all_reason_passed_over(tmp_path, m
 
 
 @pytest.mark.parametrize("slice_bytes", [1 << 16, 1 << 22])
-@pytest.mark.parametrize("size", [(4 << 20) - 100, 4 << 20, 5 << 20, 13 << 20])
+@pytest.mark.parametrize("size", [(4 << 20) - 100, 4 << 20, pytest.param(5 << 20, marks=pytest.mark.long), 13 << 20])
 @pytest.mark.parametrize("is_misleading", [False, True])
 def test_the_limit_is_the_same_wherever_slices_fall(tmp_path, monkeypatch, size, slice_bytes, is_misleading):
     monkeypatch.setattr(source, "SLICE", slice_bytes)

@@ -11,6 +11,7 @@ import polars as pl
 from stepscope.trace import fast
 from stepscope.trace.columns import BEGINS, ENDS, Counts, Numbers
 from stepscope.trace.decode import Decoded
+from stepscope.trace.first_part import FirstPart
 from stepscope.trace.scan import Problems
 from stepscope.trace.tables import COUNTS, HOST, TABLES, THREADS, Table, Trace, TraceFacts
 
@@ -130,7 +131,7 @@ class Assembler:
         self.num_sound = 0  # events that fit a table, or are only counted
         self.num_passed_over = 0  # bytes in which no event was found
         self.problems = Problems()
-        self._frames: dict[str, list[pl.DataFrame]] = {}
+        self._rows = FirstPart()
         self._counts: Counts = Counter()
         self._threads = Numbers()
         self._labels: dict[tuple[Any, ...], str] = {}
@@ -139,10 +140,12 @@ class Assembler:
     def add(self, decoded: Decoded) -> None:
         columns = decoded.columns
         numbers = pl.Series([self._threads[key] for key in columns.threads], dtype=pl.UInt32)
+        frames = {}
         for name, frame in columns.frames.items():
             frame = frame.clone()  # columns are replaced: expressions take longer, for each of hundreds of slices
             frame.replace_column(frame.get_column_index("event"), frame["event"] + self.num_events)
-            self._frames.setdefault(name, []).append(_renumbered(frame, numbers))
+            frames[name] = _renumbered(frame, numbers)
+        self._rows.add(frames)
         self._counts.update(columns.counts)
         for pid, tid, what, text in columns.labels:
             if what == "thread_name":
@@ -156,11 +159,12 @@ class Assembler:
         self.num_passed_over += decoded.num_passed_over
 
     def finish(self, path: Path, facts: TraceFacts, warnings: Iterable[str]) -> Trace:
-        warnings = list(warnings)
-        begins, ends = (self._frames.pop(table.name, []) for table in (BEGINS, ENDS))
+        warnings = [*warnings, *filter(None, [self._rows.close()])]
+        frames = self._rows.frames
+        begins, ends = (frames.pop(table.name, []) for table in (BEGINS, ENDS))
         if begins or ends:
             pairs, num_open = pair_edges(_together(BEGINS, begins), _together(ENDS, ends))
-            self._frames.setdefault(HOST.name, []).append(pairs)
+            frames.setdefault(HOST.name, []).append(pairs)
             if num_open:
                 warnings.append(f"{num_open:,} begin or end events have no counterpart and were skipped")
         threads = self._thread_table()
@@ -172,9 +176,7 @@ class Assembler:
             if table not in (THREADS, COUNTS):
                 finished = nest if table is HOST else pl.DataFrame.clone
                 # Nothing here holds the parts any longer than it takes.
-                tables[table.name] = finished(
-                    _renumbered(_together(table, self._frames.pop(table.name, [])), numbers)
-                )
+                tables[table.name] = finished(_renumbered(_together(table, frames.pop(table.name, [])), numbers))
         fast.trim()
         return Trace(
             path=path,

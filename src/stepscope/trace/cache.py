@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import polars as pl
 
+from stepscope.border import limit
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import SCHEMA_VERSION, TABLES, Table, Trace, TraceFacts
 from stepscope.user_cache import own_folder, read_own
@@ -65,6 +66,7 @@ class _Key:
     schema_version: int
     reader: str  # hash of the reading code, so that no version number is needed
     process: int | None = None
+    most_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def _key_of(path: Path, process: int | None = None) -> _Key | None:
             stream.seek(max(0, status.st_size - _END))
             ends = _hash_of(begin + stream.read(_END))
         times = (status.st_mtime_ns, status.st_ctime_ns)
-        return _Key(status.st_size, *times, status.st_ino, ends, SCHEMA_VERSION, _reader_hash(), process)
+        reader, most_rows = _reader_hash(), limit("TRACE_ROWS")
+        return _Key(status.st_size, *times, status.st_ino, ends, SCHEMA_VERSION, reader, process, most_rows)
     except OSError:
         return None
 

@@ -79,6 +79,8 @@ Label = tuple[str | None, str | None, str, str]
 
 @dataclass
 class Columns:
+    """The events of a slice as columns."""
+
     frames: dict[str, pl.DataFrame]
     num_events: int
     counts: Counts  # events by phase letter, category and table

@@ -25,6 +25,8 @@ _PIECE = 1 << 18  # bytes decoded at a time; what fits into the CPU cache is fas
 
 @dataclass
 class Decoded:
+    """A decoded slice."""
+
     columns: Columns
     problems: Problems
     end: int  # everything before this file offset is done

@@ -28,9 +28,9 @@ def read_trace(
     Valid parts are read; the rest is counted in `problems`. Raises TraceError if nothing is valid.
     """
     if is_sqlite(Path(path)):
-        from stepscope.trace.nsight import read_nsight
+        from stepscope.trace.databases import read_database
 
-        return read_nsight(path, process, progress)
+        return read_database(path, process, progress)
     with closing(Source(Path(path))) as source:
         try:
             document = Document(source)
@@ -61,7 +61,7 @@ class _Reading:
             )
         expected = self.source.num_bytes * (12 if self.source.is_compressed else 1)
         pool: Threads | None = None
-        if workers > 1 and is_built() and expected > SLICE:
+        if is_built() and expected > SLICE:
             pool = Threads(self.source, workers)
         elif workers > 1 and expected > WORTH_WORKERS:
             with suppress(OSError):  # no other process available: it only takes longer

@@ -78,6 +78,8 @@ class Problems(dict[str, Problem]):
 
 @dataclass
 class Scanned:
+    """The events found in a stretch of text, and where it stopped."""
+
     events: list[Event] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)

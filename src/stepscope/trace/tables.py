@@ -37,6 +37,8 @@ CATEGORIES: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Column:
+    """A column: its type and what it means."""
+
     name: str
     dtype: pl.DataType | type[pl.DataType]
     doc: str
@@ -44,6 +46,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
+    """One of a trace's tables."""
+
     name: str
     doc: str
     columns: tuple[Column, ...]
@@ -196,6 +200,8 @@ TABLES: tuple[Table, ...] = (HOST, DEVICE_TABLE, DEVICE_RANGES, SYNCS, MEMORY, C
 
 @dataclass(frozen=True)
 class TraceFacts:
+    """What a trace says about itself."""
+
     rank: int | None = None
     world_size: int | None = None
     devices: tuple[str, ...] = ()  # names of the machine's devices, by index
@@ -209,6 +215,8 @@ class TraceFacts:
 
 @dataclass(frozen=True)
 class Trace:
+    """A trace as tables."""
+
     path: Path
     facts: TraceFacts
     problems: tuple[Problem, ...]
