@@ -160,3 +160,12 @@ def _op(export: NsightBuilder, name: str, ts: float, kernel: str, sequence: str,
     sizes = f", sizes = {shapes}" if shapes else ""
     export.range(f"{name}{sequence}, op_id = {round(ts)}{sizes}", ts, 50, tid)
     export.launch(kernel, ts + 10, runs=(ts + 30, 100), tid=tid)
+
+
+def changed(path: Path, *statements: str) -> Path:
+    """Run statements on a database, which is made if there is none."""
+    with sqlite3.connect(path) as database:
+        for statement in statements:
+            database.execute(statement)
+    database.close()
+    return path

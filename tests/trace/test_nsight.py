@@ -21,6 +21,7 @@ from nsight_files import (
     SCHEMA,
     SYNC,
     NsightBuilder,
+    changed,
     training_run,
 )
 from stepscope.errors import TraceError, UsageError
@@ -210,14 +211,6 @@ def test_rows_with_impossible_times_are_counted(tmp_path: Path) -> None:
 # -- files that mean harm -------------------------------------------------------------------------------------------
 
 
-def changed(path: Path, *statements: str) -> Path:
-    with sqlite3.connect(path) as database:
-        for statement in statements:
-            database.execute(statement)
-    database.close()
-    return path
-
-
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x AS start, x AS end FROM n"
 
 
@@ -315,9 +308,6 @@ def test_what_is_no_export_says_what_it_is(tmp_path: Path) -> None:
     other = changed(tmp_path / "mlflow.sqlite", "CREATE TABLE runs (id INT)")
     with pytest.raises(TraceError, match="an SQLite database without the tables of Nsight Systems"):
         find_traces([other])
-    rocpd = changed(tmp_path / "results.db", "CREATE TABLE rocpd_kernel_dispatch (id INT)")
-    with pytest.raises(TraceError, match="rocprofv3"):
-        find_traces([rocpd])
     with pytest.raises(UsageError, match=r"\*\.sqlite of Nsight Systems"):
         find_traces([tmp_path])
     report = tmp_path / "run.nsys-rep"

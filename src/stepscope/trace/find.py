@@ -20,7 +20,7 @@ from stepscope.trace.tables import Trace, facts_of
 
 TRACE_FOLDER = "trace"
 NOT_TRACES = (RECORDING_FILE, COMPILE_FILE, MEMORY_FILE, HANG_FILE)
-ENDINGS = (".json", ".json.gz", ".sqlite")
+ENDINGS = (".json", ".json.gz", ".sqlite", ".db")
 
 # The number in `host_1234.1694….pt.trace.json`, the profiler's own name for a file, is a process: it is no rank.
 RANK_PATTERNS = [
@@ -39,7 +39,7 @@ class TraceFile:
     is_said_by_trace: bool = False
     """Else a trace that says its rank after its events is to be believed rather than `rank`."""
     process: int | None = None
-    """Which process of a file of Nsight Systems, where several used GPUs: each is a rank."""
+    """Which process of a database of Nsight Systems or rocprofv3, where several used GPUs: each is a rank."""
     execution_traces: tuple[tuple[str, Path], ...] = ()
     """Files that may have the inputs of its ops, each with its process."""
 
@@ -82,10 +82,10 @@ def _execution_trace(path: Path) -> str | None:
 
 
 def _processes(path: Path) -> list[int] | list[None]:
-    """Return the processes of a trace that Nsight Systems recorded; otherwise one that needs no number."""
+    """Return the processes of a trace that is a database; otherwise one that needs no number."""
     if not is_sqlite(path):
         return [None]
-    from stepscope.trace.nsight import gpu_processes
+    from stepscope.trace.databases import gpu_processes
 
     return gpu_processes(path) or [None]
 
@@ -134,8 +134,8 @@ def _traces_of(path: Path) -> list[Path]:
     traces = [entry for entry in entries if _is_named_like_a_trace(entry) and _may_be_a_trace(entry)]
     if not traces:
         raise UsageError(
-            f"{path} holds no trace: *.json and *.json.gz with traceEvents, and *.sqlite of Nsight Systems, were "
-            "looked for"
+            f"{path} holds no trace: *.json and *.json.gz with traceEvents, *.sqlite of Nsight Systems, and *.db of "
+            "rocprofv3 were looked for"
         )
     return traces
 
@@ -172,12 +172,14 @@ def _may_be_a_trace(path: Path) -> bool:
         beginning = beginning_of(path)
     except OSError:
         beginning = b""
+    if path.suffix == ".db" and not beginning.startswith(SQLITE):
+        return False
     if not beginning:
         return True  # and the reader says what is wrong with it
     if beginning.startswith(SQLITE):
-        from stepscope.trace.nsight import is_nsight
+        from stepscope.trace.databases import is_trace
 
-        return is_nsight(path)
+        return is_trace(path)
     text = beginning.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text.startswith(b"["):
         return b'"ph"' in text  # every event has its phase

@@ -23,7 +23,7 @@ class Kind(Enum):
     RECORDING = "recording"
     """A folder that `stepscope run` or `stepscope.record` wrote."""
     TRACE = "trace"
-    """A trace file of PyTorch's profiler, or an SQLite export of Nsight Systems."""
+    """A trace file of PyTorch's profiler, or an SQLite database of Nsight Systems or rocprofv3."""
     RANKS = "folder of traces"
     """A folder with one trace per rank."""
     SWEEP = "sweep"
@@ -80,7 +80,7 @@ def _instead_of(path: Path) -> str:
 
 
 def is_sqlite(path: Path) -> bool:
-    """Return whether a file begins like an SQLite database, as an export of Nsight Systems is."""
+    """Return whether a file begins like an SQLite database, as those of Nsight Systems and rocprofv3 do."""
     try:
         with open_file(path) as stream:
             return stream.read(len(SQLITE)) == SQLITE
