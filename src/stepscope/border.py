@@ -25,6 +25,7 @@ LIMITS = {
     "ROWS_VALUES": 30_000_000,  # names and values of a sweep's rows
     "STEPS": 100_000,  # steps read in full: as many as a recording has lines. Later ones are counted.
     "HISTORY_LINES": 100_000,  # of a history: ten weeks. Of more, the last ones.
+    "TRACE_ROWS": 2_500_000,  # of a trace's tables, each at most 600 bytes of memory. Of more, the first in time.
     "SQLITE_ROWS": 20_000_000,  # of one table of an SQLite file
     "SNAPSHOT_MIB": 2048,
     "SNAPSHOT_ENTRIES": 20_000_000,  # segments, blocks and trace entries

@@ -65,8 +65,11 @@ def failure(error: BaseException) -> str:
 
     >>> failure(KeyError("num_steps"))
     "KeyError: 'num_steps'"
+    >>> failure(ValueError("x" * 999)).count("x"), failure(ValueError("x" * 999))[-1]
+    (287, '…')
     """
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:299]}…"
 
 
 def need_torch() -> None:

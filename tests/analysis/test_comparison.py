@@ -231,13 +231,14 @@ def test_owners_of_compiled_code_are_not_held_against_those_of_eager_code(tmp_pa
 def test_what_differs_is_said(tmp_path):
     base = cpu_recording(tmp_path / "a", git={"revision": "a" * 40, "modified": False})
     environment = {"device_name": "Imaginary CPU 9000", "torch": "2.14.0", "variables": {"OMP_NUM_THREADS": "4"}}
+    environment["variables"]["TORCHELASTIC_RUN_ID"] = "new each time"
     new = cpu_recording(tmp_path / "b", git={"revision": "b" * 40, "modified": True}, environment=environment)
 
     differs = {each.what: (each.base, each.new) for each in compare(base, new).pairs[0].differs}
 
     assert differs["git revision"] == ("a" * 40, "b" * 40) and differs["uncommitted changes"] == (False, True)
     assert differs["torch"] == ("2.13.0", "2.14.0") and differs["OMP_NUM_THREADS"] == (None, "4")
-    assert "command" not in differs and "device_name" not in differs
+    assert not {"command", "TORCHELASTIC_RUN_ID"} & set(differs) and "device_name" not in differs
 
 
 def points(*configs):

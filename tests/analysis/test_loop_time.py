@@ -106,10 +106,9 @@ def test_steps_that_were_slower_before_are_told(tmp_path):
             read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)), on_device=False
         ).caveat
 
-    assert (
-        caveat(*[39] * 48, *[30] * 48)
-        == "the 48 steps before took 1.30 times as long: only the last 48 steps are measured"
-    )
+    told = "earlier steps took {} times as long on average: only the last 48 steps are measured"
+    assert caveat(*[39] * 48, *[30] * 48) == told.format("1.30")
+    assert caveat(*[90] * 12, *[30] * 84) == told.format("1.50")  # 48 is not where they changed
     assert caveat(*[39, 41] * 48) is None
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -63,14 +60,13 @@ LINES = {word: number for number, line in enumerate(SCRIPT.splitlines(), 1) for 
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory) -> Path:
+def dumps(tmp_path_factory, forks) -> Path:
     folder = tmp_path_factory.mktemp("dumps")
     (folder / "hangs.py").write_text(SCRIPT)
     for plant in ("skip", "other"):
         (folder / plant / "json").mkdir(parents=True)
-    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "200", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, folder / "hangs.py", folder]
-    subprocess.run(command, env=environment, timeout=100, capture_output=True, check=True)
+    exit_code, _, error = forks.run(["hangs.py", str(folder)], folder, {"TORCH_FR_BUFFER_SIZE": "200"})
+    assert exit_code == 0, error
     return folder
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from forks import Forks
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.session import open_session
 from stepscope.session.case import Case
@@ -51,12 +50,12 @@ def tensor(num_bytes: int, born: int | None = None, died: int | None = None, **f
     return {**base, "bytes": num_bytes, "born": born, "died": died, **fields}
 
 
-def run_script(folder: Path, script: str, *options: str) -> Case:
-    """A real recording: `stepscope run` of a script, on the processor."""
+def run_script(forks: Forks, folder: Path, script: str, *options: str) -> Case:
+    """A real recording: `stepscope run` of a script, on the processor, in a fork of a process that has torch."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "stepscope", "run", "--quiet", "-o", str(folder / "run"), *options, "train.py"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=200)
+    code, _, error = forks.run(["-m", "stepscope", "run", "--quiet", "-o", "run", *options, "train.py"], folder, {})
+    assert code == 0, error
     return open_session(folder / "run", use_cache=False).case
 
 

@@ -45,6 +45,28 @@ def test_room_for_a_part_of_it():
     assert "33 % of the layers" in finding.fix
 
 
+def recorded(num_dropped: int = 0):
+    """The same without memory events, as Stepscope traces; its memory window has what the forward did not keep."""
+    made = {"device": "cuda:0", "owner": "temporary", "phase": "forward", "born": 0, "died": 1, "bytes": GIB}
+    others = [{**made, "device": "cpu"}, {**made, "owner": "activation"}, {**made, "phase": "backward"}]
+    case = step(peak=0, kept=0).case()
+    case._window = lambda: {"device": "cuda:0", "allocations": [made, *others], "num_dropped": num_dropped}
+    return case
+
+
+def test_the_memory_window_bounds_what_would_be_kept():
+    (finding,) = checkpointing_with_free_memory(recorded())
+
+    assert finding.saving_ns == pytest.approx(2_000_000)
+    assert "at most 1.00 GiB" in finding.sentence
+    assert "allocated_bytes" not in finding.evidence[0].rows[0]
+
+
+def test_a_memory_window_with_a_gap_bounds_nothing():
+    with pytest.raises(Unavailable, match="size of the recomputed"):
+        checkpointing_with_free_memory(recorded(num_dropped=1))
+
+
 def test_full_memory_is_a_good_reason():
     assert checkpointing_with_free_memory(step(peak=130 * GIB).case()) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from recorded_cases import recorded
 
 from stepscope import analyze
 from stepscope.analysis.ranks.network import transfers
@@ -182,17 +183,20 @@ def test_a_rank_without_a_trace_may_be_the_late_one(tmp_path):
     assert transfers(across.stragglers)["members"].to_list() == ["0, 1"]
 
 
-@needs_traces
-def test_eight_real_ranks_have_too_few_equal_calls_to_judge_the_network():
-    across = open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case.across
-
-    assert transfers(across.stragglers)["num_slow"].sum() == 0
+@pytest.fixture(scope="module")
+def eight_ranks():
+    return open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case
 
 
 @needs_traces
-def test_eight_ranks_of_one_real_step():
+def test_eight_real_ranks_have_too_few_equal_calls_to_judge_the_network(eight_ranks):
+    assert transfers(eight_ranks.across.stragglers)["num_slow"].sum() == 0
+
+
+@needs_traces
+def test_eight_ranks_of_one_real_step(eight_ranks):
     """Rank 7 is last to five of eight calls, by 505, 509.5, 162.5, 124 and 9 µs; the others wait for it."""
-    (finding,) = stragglers(open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case)
+    (finding,) = stragglers(eight_ranks)
 
     assert finding.sentence.startswith("Rank 7 arrives last at 5 of 8 collectives and causes 76 %")
     assert finding.confidence == "low"
@@ -206,7 +210,28 @@ def test_what_cannot_be_seen(tmp_path):
         communication(case_of(tmp_path, host=TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20)))
 
 
+def test_collectives_on_a_cpu_are_not_compared(tmp_path):
+    trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20)
+    case = case_of(tmp_path, rank0=trace, rank1=trace)
+    case._recording = recorded(tmp_path / "run", [10.0] * 8).recording
+    with pytest.raises(Unavailable, match="diagnose --rank 1"):
+        stragglers(case)
+
+
 def test_a_gpu_that_does_not_communicate(tmp_path):
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20, id=1).launch("gemm", 12, runs=(30, 40), id=1)
 
     assert communication(case_of(tmp_path, rank0=trace)) == []
+
+
+def test_collectives_of_gloo_are_not_compared(tmp_path):
+    traces = {}
+    for rank in range(2):
+        trace = TraceBuilder(distributedInfo={"backend": "gloo", "rank": rank, "world_size": 2})
+        for step in range(6):
+            trace.step(step + 1, 10_000 * step, 10_000).op("aten::mm", 10_000 * step + 5, 4000)
+            trace.op("gloo:all_reduce", 10_000 * step + 5000, 2000)
+        traces[f"rank{rank}"] = trace
+
+    with pytest.raises(Unavailable, match="gloo's collectives are not compared"):
+        stragglers(case_of(tmp_path, **traces))

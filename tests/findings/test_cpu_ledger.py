@@ -33,16 +33,16 @@ for _ in range(40):
 """
 
 
-def diagnosed(folder, pause="pass", data="pass"):
-    run_script(folder, SCRIPT.format(pause=pause, data=data))
+def diagnosed(forks, folder, pause="pass", data="pass"):
+    run_script(forks, folder, SCRIPT.format(pause=pause, data=data))
     return diagnose(open_session(folder / "run").case)
 
 
 @pytest.mark.parametrize(
-    ("where", "row"), [({"pause": "time.sleep(0.01)"}, "cpu_python"), ({"data": "time.sleep(0.01)"}, "cpu_data")]
+    ("where", "row"), [({"pause": "time.sleep(0.01)"}, "cpu_python"), ({"data": "time.sleep(0.01)"}, "cpu_between")]
 )
-def test_time_without_any_op_has_an_owner(tmp_path, where, row):
-    diagnosis = diagnosed(tmp_path, **where)
+def test_time_without_any_op_has_an_owner(forks, tmp_path, where, row):
+    diagnosis = diagnosed(forks, tmp_path, **where)
     ledger = diagnosis.ledger
 
     assert sum(ledger.parts.values()) == ledger.total_ns
@@ -52,5 +52,6 @@ def test_time_without_any_op_has_an_owner(tmp_path, where, row):
     pause_ns = ledger.parts[row] / ledger.num_steps
     assert ledger.parts["cpu_products"] > 0 and ledger.limit_share is None
     told = [one for one in diagnosis.findings if row in one.claims]
-    assert told and 0.95 * pause_ns <= told[0].saving_ns <= pause_ns
-    assert told[0].saving_low_ns is None, "no interval was measured on a CPU"
+    assert 0.95 * pause_ns <= sum(one.claims[row] for one in told)
+    assert all(one.claims[row] <= pause_ns for one in told) and max(one.claims[row] for one in told) > pause_ns / 2
+    assert told[0].saving_low_ns is None, "at most all of it: none of it is certain"

@@ -53,6 +53,17 @@ def test_rules_read_analyses_and_no_files():
         assert "stepscope.trace" not in path.read_text(encoding="utf-8"), path
 
 
+def test_the_gpu_is_busy_for_a_share_of_the_clean_step(tmp_path):
+    """As on the card, and not of the traced step, which is longer."""
+    trace = TraceBuilder().step(1, 0, 16_000).op("aten::mm", 0, 20, id=1).launch("gemm", 5, runs=(30, 8000), id=1)
+    trace.call("cudaDeviceSynchronize", 60, 15_900)
+    case = case_of(trace, tmp_path)
+    assert diagnose(case).gpu_busy_share == pytest.approx(0.5, abs=0.01)
+
+    clean = recorded(tmp_path / "run", [10.0] * 8, is_gpu=True)
+    assert diagnose(replace(clean, _trace=case._trace)).gpu_busy_share == pytest.approx(0.8)
+
+
 def test_every_rule_is_accounted_for_once(tmp_path):
     trace = TraceBuilder().step(1, 0, 400)
     trace.op("aten::mm", 0, 20, id=1).launch("gemm", 5, runs=(30, 100), id=1)

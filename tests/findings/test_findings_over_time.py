@@ -12,7 +12,8 @@ from history_maker import MIB, Run, a_week, write_history
 from noisy_machine import noisy_factors
 from stepscope.analysis.run.goodput import goodput, job_goodput
 from stepscope.analysis.run.interruptions import interruption
-from stepscope.findings.over_time import findings_over_time
+from stepscope.findings.finding import OVER_TIME
+from stepscope.findings.over_time import RULES, findings_over_time
 from stepscope.session.history import load
 from stepscope.session.run import run_of
 
@@ -43,7 +44,8 @@ def test_a_step_that_grows_one_percent_per_100_steps(tmp_path, at):
     assert row["kind"] == "drift" and row["step"] == near(at) and row["end_step"] == NUM - 1
     assert "per 100 steps" in finding.sentence and "in the passes" in finding.sentence
     lost_ns = sum(95_000_000 * max(0, step - at) / 100 * 0.01 for step in range(NUM))
-    assert finding.saving_ns == pytest.approx(lost_ns / NUM, rel=0.15)
+    assert row["lost_ns"] == pytest.approx(lost_ns, rel=0.15)
+    assert finding.saving_ns == pytest.approx(95_000_000 * (NUM - at) / 100 * 0.01, rel=0.1), "of the last steps"
 
 
 def more_collections(step: int) -> float:
@@ -100,11 +102,13 @@ def test_checkpoints_and_evaluations_with_their_first_step_and_interval(tmp_path
     findings = found(tmp_path, save_every=50, save_ns=600_000_000, evaluate_every=400)
     for id, every, num, place in (
         ("checkpoint_cost", 50, 40, "train.py:40 save"),
-        ("evaluation_cost", 400, 5, "train.py:31"),
+        ("evaluation_cost", 400, 5, "train.py:31 evaluate"),
     ):
         finding, row = findings[id]
         assert row["times"] == num and row["every_steps"] == pytest.approx(every, rel=0.05)
         assert row["step"] == pytest.approx(every, abs=10) and place in finding.sentence
+        between, places = finding.evidence
+        assert len(between.rows) == 1 and places.rows == [{"place": place}]
     assert findings.keys() == {"checkpoint_cost", "evaluation_cost"}
 
 
@@ -218,7 +222,7 @@ def test_the_first_slower_step_is_exact_if_waits_for_a_core_are_known(tmp_path):
     first = min(line["step"] for line in lines if line.get("step", 0) >= 1200 and "num_steps" in line)
     (finding,) = findings_over_time(run_of(None, load(folder)))
     assert finding.evidence[0].rows[0]["step"] == first
-    assert finding.saving_ns == pytest.approx((NUM - 1200) / NUM * 0.4 * 0.95 * 0.98 * 300_000_000, rel=0.05)
+    assert finding.saving_ns == pytest.approx(0.4 * 0.95 * 0.98 * 300_000_000, rel=0.05)
 
 
 def test_waiting_for_a_core_is_no_drift(tmp_path):
@@ -254,3 +258,46 @@ def test_work_that_is_slower_on_a_shared_core_is_no_drift(tmp_path, on_core, wai
             line |= {"core_wait_share": waits, "core_share": share * rest}
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert bool(findings_over_time(run_of(None, load(folder)))) == is_found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_found"),
+    [
+        ((0.0, 0.1), (0.5, 0.6), False),  # others begin to work as steps become slower
+        ((0.0, 0.1), (0.5, 0.0), True),  # steps are as slow while they pause
+        ((0.5, 0.6), (0.5, 0.6), True),  # they were there before
+        ((0.5, 0.6), (0.0, 0.1), True),  # they end
+    ],
+)
+def test_work_that_becomes_slower_beside_another_process_is_no_drift(tmp_path, before, after, is_found):
+    """Training does not wait for a core: there is another one. But the two share caches."""
+    slower = Run(num_steps=NUM, step_ns=300_000_000, slower=lambda step: 1.3 if step >= 1200 else 1.0)
+    folder = write_history(tmp_path, slower)
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        if "num_steps" in line:
+            others = (after if line["step"] >= 1200 else before)[number % 2]
+            line |= {"core_wait_share": 0.01, "core_share": 0.9, "others_share": others}
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert bool(findings_over_time(run_of(None, load(folder)))) == is_found
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("before_forward", "outside of forward"), ("unattributed", "in the passes"), ("data", "waiting for data")],
+)
+def test_drift_names_the_part_of_the_step_that_grew(tmp_path, part, said):
+    slower = Run(num_steps=NUM, step_ns=300_000_000, slower=lambda step: 1.4 if step >= 1200 else 1.0)
+    folder = write_history(tmp_path, slower)
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "num_steps" in line:
+            same = 50_000_000 * line["num_steps"]
+            line["host_ns"] = {"optimizer": same, part: line["wall_ns"] - same}
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (finding,) = findings_over_time(run_of(None, load(folder)))
+    assert f"Most of it is {said}" in finding.sentence
+
+
+def test_every_rule_of_the_whole_run_is_known_by_its_id():
+    assert set(RULES) == OVER_TIME

@@ -18,7 +18,7 @@ def test_clean_steps_that_had_not_settled(tmp_path):
 
     assert finding.saving_ns is None
     assert finding.sentence.startswith("Of 20 clean steps, the first 4 were still warming up: the first took 30.0 ms")
-    assert "--warmup 9 " in finding.fix
+    assert finding.fix == "stepscope run --warmup 9 --clean 20 train.py --lr 0.1"
     assert finding.evidence[0].rows[0]["mean_ns"] == 12.5e6
 
 

@@ -49,7 +49,8 @@ def test_the_advice_is_what_the_device_has(device, dtype, name, fix):
     # `stepscope verify --fix fp32_matmul` switches TF32 on, and nothing else.
     diagnosis = Diagnosis(1e9, True, (replace(finding, id="fp32_matmul"),), (), (), (), "", 0.9, ())
     (card,) = findings_part(diagnosis, "runs/mine").cards
-    assert card.prove == ("stepscope verify runs/mine --fix fp32_matmul" if dtype == "tf32" else None)
+    assert card.prove is not None
+    assert (card.prove == "stepscope verify runs/mine --fix fp32_matmul") == (dtype == "tf32")
 
 
 def test_products_in_half_precision_are_clean():

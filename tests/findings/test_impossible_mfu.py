@@ -101,5 +101,10 @@ def test_a_convolution_may_multiply_less_than_is_counted(tmp_path):
 
 
 def test_without_a_peak(tmp_path):
-    with pytest.raises(Unavailable, match="doctor --measure"):
+    with pytest.raises(Unavailable, match=r"The peak of Unheard 9 is unknown.*doctor --measure"):
+        impossible_mfu(utilized(tmp_path, 1.5, environment={**GPU, "device_name": "Unheard 9"}))
+
+
+def test_without_flops(tmp_path):
+    with pytest.raises(Unavailable, match="FLOPs were not counted"):
         impossible_mfu(recorded(tmp_path, [10.0] * 8))

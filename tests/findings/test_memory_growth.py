@@ -94,9 +94,9 @@ def test_a_trace_whose_level_stays(tmp_path):
     ("backward", "also", "is_told"),
     [("retain_graph=True", "kept.append(loss)", True), ("", "kept.append(loss.item())", False)],
 )
-def test_a_script_that_keeps_its_losses(tmp_path, backward, also, is_told):
+def test_a_script_that_keeps_its_losses(forks, tmp_path, backward, also, is_told):
     script = TRAINING.format(num_steps=14, backward=backward, also=also)
-    case = run_script(tmp_path, script, "--warmup", "2", "--clean", "8", "--trace", "0")
+    case = run_script(forks, tmp_path, script, "--warmup", "2", "--clean", "8", "--trace", "0")
 
     found = memory_growth(case)
 

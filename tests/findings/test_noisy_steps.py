@@ -57,11 +57,11 @@ def test_without_clean_steps(tmp_path):
 
 
 @pytest.mark.long
-def test_a_script_that_sleeps_every_tenth_step(tmp_path):
+def test_a_script_that_sleeps_every_tenth_step(forks, tmp_path):
     also = "time.sleep(0.5 if step % 10 == 9 else 0.1)"  # as long as a busy machine seldom makes one step wait
     script = TRAINING.format(num_steps=70, backward="", also=also)
 
-    (finding,) = noisy_steps(run_script(tmp_path, script, "--trace", "0"))
+    (finding,) = noisy_steps(run_script(forks, tmp_path, script, "--trace", "0"))
 
     assert finding.sentence.startswith("Every 10 steps, one takes")
     # 400 ms in one of ten steps, whatever else the machine does; six of the 63 steps that are looked at.

@@ -23,17 +23,18 @@ for step in range({num_steps}):
 QUICK = ("--trace", "0", "--no-memory")
 
 
-def found(tmp_path, also: str, num_steps: int, before: str = "", seed: int = 0):
+def found(forks, tmp_path, also: str, num_steps: int, before: str = "", seed: int = 0):
     script = LOOP.format(seed=seed, before=before, also=also, num_steps=num_steps)
-    case = run_script(tmp_path, script, *QUICK)
+    case = run_script(forks, tmp_path, script, *QUICK)
     return {each.id: (each, each.evidence[0].rows[0]) for each in findings_over_time(case.run)}
 
 
-def test_saves_and_pauses_of_the_garbage_collector_are_named(tmp_path):
-    before = "class Node:\n    def __init__(self): self.me = self\nkept = [Node() for _ in range(20_000)]"
+def test_saves_and_pauses_of_the_garbage_collector_are_named(forks, tmp_path):
+    before = "class Node:\n    def __init__(self): self.me = self\nkept = [Node() for _ in range(20_000)]\n"
+    before += "gc.unfreeze()"  # what a process froze before it forked: collections go through it as in any other
     also = "if step % 50 == 49: torch.save([net.state_dict(), large], 'model.pt')"
     also += "\n    if step >= 200 and step % 20 == 0: gc.collect()"
-    findings = found(tmp_path, also, 401, before)
+    findings = found(forks, tmp_path, also, 401, before)
     finding, row = findings["checkpoint_cost"]
     assert row["times"] == 8 and row["every_steps"] == pytest.approx(50, rel=0.05)
     assert row["step"] == pytest.approx(50, abs=20) and "train.py:" in finding.sentence
@@ -43,21 +44,21 @@ def test_saves_and_pauses_of_the_garbage_collector_are_named(tmp_path):
 
 
 @pytest.mark.long
-def test_a_list_that_leaks(tmp_path):
+def test_a_list_that_leaks(forks, tmp_path):
     also = "time.sleep(0.004); kept += [torch.ones(25_000)] if step >= 700 else []"
-    _, row = found(tmp_path, also, 2_000)["memory_creep"]
+    _, row = found(forks, tmp_path, also, 2_000)["memory_creep"]
     assert row["memory"] == "resident_bytes" and row["step"] == pytest.approx(700, abs=100)
     assert row["bytes_per_1000_steps"] == pytest.approx(100_000_000, rel=0.1)
 
 
 @pytest.mark.long
-def test_a_sleep_that_grows_one_percent_per_100_steps(tmp_path):
-    _, row = found(tmp_path, "time.sleep(0.015 * (1 + step / 100 * 0.01))", 2_000)["drift"]
+def test_a_sleep_that_grows_one_percent_per_100_steps(forks, tmp_path):
+    _, row = found(forks, tmp_path, "time.sleep(0.015 * (1 + step / 100 * 0.01))", 2_000)["drift"]
     assert row["kind"] == "drift" and row["step"] == pytest.approx(0, abs=100)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_20_clean_runs_have_no_finding(tmp_path):
+def test_20_clean_runs_have_no_finding(forks, tmp_path):
     for seed in range(20):
-        assert found(tmp_path / str(seed), "time.sleep(0.003)", 2_000, seed=seed) == {}
+        assert found(forks, tmp_path / str(seed), "time.sleep(0.003)", 2_000, seed=seed) == {}

@@ -45,8 +45,8 @@ for step in range(100):
 
 
 @pytest.mark.long
-def test_results_that_nobody_reads_are_found_on_a_cpu(tmp_path):
-    diagnosis = diagnose(run_script(tmp_path, UNREAD, "--warmup", "2", "--clean", "5", "--exit-after"))
+def test_results_that_nobody_reads_are_found_on_a_cpu(forks, tmp_path):
+    diagnosis = diagnose(run_script(forks, tmp_path, UNREAD, "--warmup", "2", "--clean", "5", "--exit-after"))
 
     found = {finding.id: finding for finding in diagnosis.findings}
     assert {"untouched_rows", "unused_gradients", "forward_without_backward"} <= {*found, *diagnosis.clean}
@@ -142,10 +142,10 @@ for step in range(100):
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_reentrant", [True, False])
-def test_a_recomputed_forward_on_a_cpu_with_free_memory(tmp_path, is_reentrant):
+def test_a_recomputed_forward_on_a_cpu_with_free_memory(forks, tmp_path, is_reentrant):
     script = RECOMPUTED.format(is_reentrant)
     (found,) = checkpointing_with_free_memory(
-        run_script(tmp_path, script, "--warmup", "2", "--clean", "5", "--exit-after")
+        run_script(forks, tmp_path, script, "--warmup", "2", "--clean", "5", "--exit-after")
     )
 
     assert "fit in memory" in found.sentence and found.saving_ns > 0

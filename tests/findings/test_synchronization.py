@@ -11,12 +11,12 @@ from stepscope.findings.rules.waits import synchronization
 from trace_builder import TraceBuilder
 
 
-def read_in_the_middle(trace: TraceBuilder, at: float, caller: str | None = None) -> float:
+def read_in_the_middle(trace: TraceBuilder, at: float, caller: str | None = None, op: str = "aten::item") -> float:
     """4 ms of GPU, its value read, 0.98 ms of Python, 4 ms of GPU, the clock stopped."""
     kernel(trace, at, runs=at + 10, took=4000)
     if caller:
         trace.python(caller, at + 900, 3200).python("torch/_tensor.py(1): item", at + 950, 3100)
-    copy(trace, "DtoH (Device -> Pinned)", at + 1000, 3020, (at + 4010, 2), 4, "aten::item")
+    copy(trace, "DtoH (Device -> Pinned)", at + 1000, 3020, (at + 4010, 2), 4, op)
     trace.call("cudaStreamSynchronize", at + 1010, 3010)
     kernel(trace, at + 5000, runs=at + 5010, took=4000)
     trace.call("cudaDeviceSynchronize", at + 5100, 3910)
@@ -41,6 +41,12 @@ def test_stacks_name_the_caller():
     (finding,) = synchronization(case_of(trace))
 
     assert "aten::item in train.py(41): log_norms" in finding.sentence
+
+
+def test_a_count_needs_no_value_on_the_host():
+    (finding,) = synchronization(case_of(steps(lambda trace, at: read_in_the_middle(trace, at, op="aten::bincount"))))
+
+    assert "scatter_add_" in finding.fix
 
 
 def norms_one_by_one(trace: TraceBuilder, at: float, num: int = 5) -> float:

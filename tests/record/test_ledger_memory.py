@@ -117,7 +117,7 @@ def test_a_gradient_that_is_added_up_belongs_to_its_parameters_module():
 
 
 def test_without_torchs_private_functions_there_is_no_module_and_no_crash(monkeypatch):
-    monkeypatch.setattr(nodes, "_current_node", lambda: None)
+    monkeypatch.setattr(nodes, "current_node", lambda: None)
     monkeypatch.setattr(nodes, "_next_sequence_number", lambda: 0)
     memory = step(model_of("plain"))
 

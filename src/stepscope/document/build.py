@@ -4,7 +4,7 @@ from collections.abc import Collection
 from importlib import import_module
 from pathlib import PurePath
 
-from polars.exceptions import PanicException
+import polars as pl
 
 from stepscope.document.card import Card
 from stepscope.document.model import Document, Missing, Section
@@ -38,8 +38,9 @@ def title_of(session: Session) -> str:
     name, device = session.path.resolve().name, None
     if session.is_recording:
         facts = session.recording.facts
-        argv = mapping(facts.get("command")).get("argv")
-        name = PurePath(str(argv[0])).name if isinstance(argv, list) and argv else name
+        command = mapping(facts.get("command"))
+        script = next(iter(command.get("argv") or ()), None)
+        name = PurePath(str(command.get("script") or script or name)).name
         device = mapping(facts.get("environment")).get("device_name")
     else:
         device = session.analysis.ranks[0].device_name
@@ -57,7 +58,7 @@ def section_of(
         parts = build(session, *more.get(name, tuple)())
     except StepscopeError as reason:
         parts = (Missing(str(reason)),)
-    except (Exception, PanicException) as error:  # a section that fails costs only itself
+    except (Exception, pl.exceptions.PanicException) as error:  # a section that fails costs only itself
         parts = (Missing(f"This section failed ({failure(error)}). The others are not affected."),)
     return Section(name, name.capitalize(), parts)
 

@@ -21,6 +21,7 @@ from stepscope.errors import StepscopeError
 from stepscope.formatting import milliseconds, plural
 from stepscope.session import Session
 from stepscope.session.job import Processes, processes_of
+from stepscope.session.process import writer_runs
 from stepscope.trace.history_file import HISTORY_FILE
 from stepscope.trace.recording import Recording
 
@@ -31,7 +32,7 @@ MAX_RANKS = 8  # that are listed by number
 _FACTS = ("exit_code", "command", "environment", "precision", "steps", "memory", "notes")
 _EXACT = "for exact step boundaries, call stepscope.step() at the end of your loop"
 _STEP_SOURCES = {
-    "step()": ("the script calls stepscope.step()", ""),
+    "step()": ("each ends with stepscope.step() or where the trainer says so", ""),
     "optimizer": ("each ends with optimizer.step()", ""),
     "update": ("each ends when parameters have changed after a backward", _EXACT),
     "forward": ("each ends with the root module's forward, because no optimizer stepped", _EXACT),
@@ -165,7 +166,8 @@ def _run(recording: Recording) -> Iterator[Fact]:
 
 def _status(recording: Recording) -> str:
     if recording.status == "interrupted":
-        return "interrupted, or still running"
+        runs = writer_runs(recording.folder, recording.facts)
+        return {True: "still running", False: "interrupted", None: "interrupted, or still running"}[runs]
     if recording.status != "failed":
         return ""
     exit_code, error = recording.facts.get("exit_code"), recording.facts.get("exception")

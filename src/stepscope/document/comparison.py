@@ -14,6 +14,7 @@ from stepscope.document.model import Document, Fact, Facts, Missing, Part, Secti
 from stepscope.document.whole_run_comparison import whole_run_parts
 from stepscope.formatting import average, milliseconds, percent, plural, significant, size
 
+CONTRADICTS_SHARE = 0.05  # of the throughput: as much may come from what lies between steps
 MINUS = "−"
 BY = {
     "phase": "by phase", "module": "by module", "kernel_class": "by kernel class", "op": "by op",
@@ -103,9 +104,22 @@ def _pair_sentence(pair: Pair, comparison: Comparison) -> str:
         )
     tested = f"95 % interval {interval_text(change)}, {p_text(change.p_value or 0.0)}"
     tested += f", {counts} runs" if unit == RUNS else ""
+    however = _however(pair, change)
     if change.verdict == NO_DIFFERENCE:
-        return f"No difference shown: {took} ({tested}). {_why_none(change, comparison.threshold_share)}"
-    return f"{change.verdict.capitalize()}: {took} ({tested}){_largest_part(pair)}."
+        return f"No difference shown: {took} ({tested}). {_why_none(change, comparison.threshold_share)}{however}"
+    return f"{change.verdict.capitalize()}: {took} ({tested}){_largest_part(pair)}.{however}"
+
+
+def _however(pair: Pair, change: Change) -> str:
+    """Return what the throughput of all steps says if it contradicts the steps that are compared."""
+    rate = pair.change("tokens_per_second") or pair.change("samples_per_second")
+    if rate is None or rate.share is None or change.share is None or rate.verdict == change.verdict:
+        return ""
+    is_against = change.verdict == NO_DIFFERENCE or rate.share * change.share > 0
+    if not is_against or abs(rate.share) <= CONTRADICTS_SHARE:
+        return ""
+    text = f"{METRICS[rate.metric].title} of the whole loop changed by {change_text(rate)}"
+    return f" But {text}: other steps are not like those compared here."
 
 
 def _why_none(change: Change, threshold_share: float) -> str:

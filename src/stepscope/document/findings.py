@@ -1,6 +1,7 @@
 """Builds the findings of a diagnosis, and the answer to a what-if, as documents."""
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 
 from stepscope.document.ledger import ledger_parts, limit_text
@@ -16,6 +17,11 @@ from stepscope.formatting import duration, duration_range, percent, plural
 
 MUCH_UNCLAIMED = 0.1  # of a step; a step that loses more for unknown reasons is not healthy
 LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a problem, even if no rule names it
+
+_OTHER_DEVICE = {ABOUT_GPUS: "GPUs", ABOUT_CPUS: "CPUs"}
+"""The reasons of checks that do not apply: they are counted, and only `--json` lists them."""
+_LESS_WORK = {"padding": "tokens,flops", "forward_without_backward": "flops", "product_order": "flops"}
+"""What is not equal after the fix of a finding, so that `compare` must be told."""
 
 
 def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Document:
@@ -38,7 +44,8 @@ def findings_part(diagnosis: Diagnosis, recording: str | None = None) -> Finding
     """Return the findings with what they save; `recording` is the path that `stepscope verify` can run again."""
     reasons: dict[str, list[str]] = {}
     for one in diagnosis.unchecked:
-        reasons.setdefault(one.reason, []).append(one.id)
+        if one.reason not in _OTHER_DEVICE:
+            reasons.setdefault(one.reason, []).append(one.id)
     return Findings(
         headline=diagnosis.binds,
         cards=tuple(_card(finding, diagnosis, recording) for finding in diagnosis.findings),
@@ -62,9 +69,10 @@ def _summary(diagnosis: Diagnosis) -> str:
                 f"No single cause found, but {percent(share)} of the step is lost in small parts (see the ledger)."
             )
         found = f"{found} {limit_text(diagnosis.ledger)}"
-    others = sum(one.reason in (ABOUT_GPUS, ABOUT_CPUS) for one in diagnosis.unchecked)
-    checks = f"{plural(len(diagnosis.clean), 'check')} passed, {len(diagnosis.unchecked) - others} could not run"
-    checks += f", {others} do not apply." if others else "."
+    others = Counter(_OTHER_DEVICE[one.reason] for one in diagnosis.unchecked if one.reason in _OTHER_DEVICE)
+    left = len(diagnosis.unchecked) - others.total()
+    checks = f"{plural(len(diagnosis.clean), 'check')} passed, {left} could not run"
+    checks += "".join(f", {number} are about {device}" for device, number in others.items()) + "."
     busy = diagnosis.gpu_busy_share
     if diagnosis.findings or busy is None or busy >= LOW_BUSY_SHARE:
         return f"{found} {checks}"
@@ -88,6 +96,10 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> Find
     prove = None
     if recording is not None and finding.id in FIXES and finding.is_provable:
         prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
+    elif recording is not None and (finding.saving_ns or finding.saving_bytes):
+        allowed = f" --allow {_LESS_WORK[finding.id]}" if finding.id in _LESS_WORK else ""
+        compare = f"stepscope compare {shlex.quote(recording)} runs/changed{allowed}"
+        prove = f"stepscope run -o runs/changed SCRIPT && {compare}  # after the change"
     saving, saving_of = saving_texts(finding, diagnosis.average_ns)
     shared = _shared(finding, diagnosis.groups)
     tables = []

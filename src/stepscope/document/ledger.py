@@ -12,7 +12,7 @@ from stepscope.formatting import duration, percent
 NAMES = {
     "products": "limit: products", "traffic": "limit: memory traffic",
     "cpu_products": "products", "cpu_ops": "other ops", "cpu_data": "waiting for data", "cpu_python": "Python, no op",
-    "cpu_outside": "outside the passes",
+    "cpu_outside": "outside the passes", "cpu_between": "host work between steps",
     "kernel_rates": "good kernels, above the limit", "slow_products": "slow products",
     "layout": "changes of layout", "unfused": "not fused", "copies": "copies, casts",
     "scatters": "lookups, scatters", "updates": "slow updates", "recomputed": "recomputed",
@@ -51,6 +51,9 @@ def ledger_parts(ledger: Ledger) -> list[Part]:
     )
     starts = [0.0, *(max(0.0, start) for start in left)]
     ops = [] if ledger.largest_ops is None else [_ops_table(ledger.largest_ops)]
+    if (lines := ledger.largest_lines) is not None and lines.height:
+        of_lines = {"line" if name == "place" else name: lines[name].to_list() for name in lines.columns}
+        ops.append(Table("largest_lines", "lines that take most of a step", of_lines, num_shown=lines.height))
     return [
         *ops,
         Bars("ledger", title, labels, (series,), "time_ns", ledger.step_ns, starts, caption=limit_text(ledger)),

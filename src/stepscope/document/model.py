@@ -33,6 +33,8 @@ class Fact:
 
 @dataclass(frozen=True)
 class Facts(Part):
+    """Facts, one line each."""
+
     rows: tuple[Fact, ...]
     title: str = ""  # a heading for all of them; empty if the section's title is enough
 
@@ -84,7 +86,7 @@ class FindingCard(Finding):
     saving: str  # what the fix saves: `up to 3.43 ms`, `1.20 GiB`, `unknown`
     saving_of: str  # what that is of: `per step (5.1 %) and 1.20 GiB of the peak`, `of the peak`
     shared: str | None  # findings with the same fix, and what it saves in total
-    prove: str | None  # the command that tries the fix; None if it cannot be applied from outside
+    prove: str | None  # the command that tries the fix, or compares after a change by hand; None without a recording
     tables: tuple[Table, ...]  # the evidence
 
 
@@ -184,6 +186,8 @@ class Lines(Chart):
 
 @dataclass(frozen=True)
 class Dot:
+    """A dot of a scatter chart."""
+
     x: float
     y: float
     weight: float  # its area: a share of all; 0 of all dots: they have none, and are of one size
@@ -205,6 +209,8 @@ class Scatter(Chart):
 
 @dataclass(frozen=True)
 class Node:
+    """A rectangle of a tree map."""
+
     id: str
     parent: str  # "" of the first
     name: str
@@ -294,6 +300,8 @@ class Timeline(Part):
 
 @dataclass(frozen=True)
 class Section:
+    """A part of a document with a title of its own."""
+
     id: str
     title: str
     parts: tuple[Part, ...]

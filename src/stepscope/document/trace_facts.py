@@ -34,11 +34,15 @@ def trace_facts(analysis: Analysis) -> Iterator[Fact]:
         yield Fact("memory", f"peak {least}{size(memory.peak_allocated_bytes)} allocated{reserved}", where)
 
 
-def caveats(analysis: Analysis) -> Iterator[Fact]:
-    """Yield what the first rank's trace could not attribute, and what was wrong with the files."""
+def not_attributed(analysis: Analysis) -> Iterator[Fact]:
+    """Yield what the first rank's trace could not attribute."""
     unlinked = analysis.ranks[0].unlinked
     if missing := [f"{percent(one.share)} of {_UNLINKED[name]}" for name, one in unlinked.items() if one.num]:
         yield Fact("not attributed", ", ".join(missing))
+
+
+def warnings(analysis: Analysis) -> Iterator[Fact]:
+    """Yield what was wrong with the files, which whoever reads the figures has to know."""
     yield from (Fact("warning", safe(text, 400)) for text in analysis.warnings)
 
 

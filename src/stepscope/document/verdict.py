@@ -99,6 +99,8 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
     if any(warning.startswith(RECORDING_FILE) for warning in recording.warnings):
         return f"The step time is unknown: {RECORDING_FILE} is damaged (see the warnings)."
     if not recording.facts.get("environment"):
+        if recording.status == "interrupted":
+            return "Nothing was measured: the script has not imported torch yet, or was stopped before."
         return "Nothing was measured: the script never imported torch. Name the script that trains."
     if num_children := recording.facts.get("num_child_processes") or 0:
         return (

@@ -21,6 +21,8 @@ _LEAST_LOSS = 0.001  # of the wall-clock time
 
 @dataclass(frozen=True)
 class WholeRun:
+    """What is known of a run beyond its windows."""
+
     goodput: Goodput | None  # null before the first step
     job: Goodput | None  # of all recordings of the job; null if there is only this one
     findings: tuple[Finding, ...]
@@ -72,9 +74,12 @@ class WholeRun:
 
 def _share_texts(found: Goodput) -> tuple[str, str]:
     lost = sorted(((ns, name) for name, ns in found.rows.items() if name not in (TRAINING, MEASURING)), reverse=True)
-    worth = [(ns, name) for ns, name in lost if ns >= _LEAST_LOSS * found.wall_ns][:_MOST_LOSSES]
-    texts = ", ".join(f"{name} {percent(ns / found.wall_ns)}" for ns, name in worth)
-    return f"{percent(found.share)} of {span(found.wall_ns)} since the start", f"lost: {texts}" if texts else ""
+    measuring_ns = found.rows.get(MEASURING, 0)
+    whole_ns = max(1, found.wall_ns - measuring_ns)
+    worth = [(ns, name) for ns, name in lost if ns >= _LEAST_LOSS * whole_ns][:_MOST_LOSSES]
+    texts = ", ".join(f"{name} {percent(ns / whole_ns)}" for ns, name in worth)
+    without = ", without measuring" if measuring_ns >= _LEAST_LOSS * whole_ns else ""
+    return f"{percent(found.share)} of {span(whole_ns)} since the start{without}", f"lost: {texts}" if texts else ""
 
 
 def _peak_texts(run: Run, first: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -4,7 +4,7 @@ A finding claims the GPU work that its change removes or shortens, and idle time
 no more than its rows hold: its saving is cut to that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import polars as pl
@@ -14,7 +14,10 @@ from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.what_if import Saving
 from stepscope.findings.finding import Finding
 
-OTHERS = (*(row for row in ROWS if row.startswith(("idle_", "cpu_"))), "communication", "transfers")
+_APART = ("cpu_data", "cpu_between")  # a change to the work of passes does not shorten them
+OTHERS = (
+    *(row for row in ROWS if row.startswith(("idle_", "cpu_")) and row not in _APART), "communication", "transfers"
+)  # fmt: skip
 """Rows that a change claims from besides the work that it shortens."""
 
 
@@ -46,20 +49,21 @@ class Claims:
             for row, part in self._parts(event, ns):
                 claims[row] = claims.get(row, 0.0) + part / self._ledger.num_steps
         rest = max(0.0, finding.saving_ns - sum(claims.values()))
-        others = self._share(finding.rows, rest)
+        others = self._share(finding.rows, rest, claims)
         if isinstance(finding.saving_ns, Saving) or not finding.rows:
-            others |= self._share([row for row in OTHERS if row not in others], rest - sum(others.values()))
+            left = [row for row in OTHERS if row not in others]
+            others |= self._share(left, rest - sum(others.values()), claims)
         for row, ns in others.items():
             self._other[row] = max(self._other.get(row, 0.0), ns)
         for event, ns in shorter.items():
             self._taken[event] = max(self._taken.get(event, 0.0), ns)
-        claims |= others
+        claims |= {row: ns + claims.get(row, 0.0) for row, ns in others.items()}
         saving_ns = min(float(finding.saving_ns), sum(claims.values()))
         return replace(finding, saving_ns=saving_ns, claims={row: ns for row, ns in claims.items() if ns >= 1})
 
-    def _share(self, rows: Sequence[str], ns: float) -> dict[str, float]:
-        """Return a time split over rows in proportion to what they hold, and no more than that."""
-        held = {row: self.held_ns(row) for row in rows}
+    def _share(self, rows: Sequence[str], ns: float, claims: Mapping[str, float]) -> dict[str, float]:
+        """Return a time split over rows in proportion to what they hold besides `claims`, and no more than that."""
+        held = {row: max(0.0, self.held_ns(row) - claims.get(row, 0.0)) for row in rows}
         whole = sum(held.values())
         return {row: min(ns, whole) * part / whole for row, part in held.items() if part} if ns > 0 and whole else {}
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from polars.exceptions import PanicException
+import polars as pl
 
 from stepscope.analysis.costs.roofline import roofline_summary
 from stepscope.analysis.ranks.rank_account import roofline_of, warnings_of
@@ -15,9 +15,9 @@ from stepscope.display import Shown
 from stepscope.errors import Unavailable, UsageError, failure, if_available
 from stepscope.findings import rules
 from stepscope.findings.claims import Claims
-from stepscope.findings.finding import Finding
+from stepscope.findings.finding import OVER_TIME, Finding
 from stepscope.findings.groups import Group, grouped, ranked
-from stepscope.findings.over_time import RULES as OVER_TIME
+from stepscope.findings.op_lines import with_lines
 from stepscope.findings.rule import RULES
 from stepscope.findings.saving_interval import COVERAGE, with_interval
 from stepscope.findings.unclaimed import UNCLAIMED, unclaimed_time
@@ -110,7 +110,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         except Unavailable as reason:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
-        except (Exception, PanicException) as error:  # a rule that fails costs only itself
+        except (Exception, pl.exceptions.PanicException) as error:  # a rule that fails costs only itself
             failed = f"This check failed ({failure(error)}). The others are not affected."
             unchecked.append(Unchecked(rule.id, failed))
             continue
@@ -118,11 +118,11 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         if not found:
             clean.append(rule.id)
     step_ns = if_available(lambda: case.step_ns)
-    busy_share = if_available(lambda: min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None)
+    busy_share = if_available(lambda: min(1.0, case.busy_ns / step_ns) if step_ns and case.has_gpu_work else None)
     ledger, unclaimed_ns = None, 0.0
     groups: list[Group] = []
     try:
-        ledger = case.ledger
+        ledger = with_lines(case.ledger, case)
         claims = Claims(ledger)
         claimed = [_claimed(claims, finding) for finding in findings]
         found, findings = findings, [finding for finding in claimed if _is_kept(finding, case)]
@@ -136,12 +136,12 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             clean += [] if unexplained else [UNCLAIMED]
     except Unavailable as reason:
         unchecked += [] if UNCLAIMED in suppressed else [Unchecked(UNCLAIMED, str(reason))]
-    except (Exception, PanicException) as error:
+    except (Exception, pl.exceptions.PanicException) as error:
         unchecked.append(Unchecked(UNCLAIMED, _failure(error)))
     try:
         warnings = (*case.notes, *warnings_of(case.linked))
     except Unavailable as reason:
-        warnings = (*case.notes, str(reason))
+        warnings = (*case.notes, str(reason).removesuffix("."))
     findings = ranked(findings, groups, UNCLAIMED)
     return Diagnosis(
         step_ns=step_ns,
@@ -189,7 +189,7 @@ def _binds(case: Case, busy_share: float | None, ledger: Ledger | None) -> str:
         share = ledger.per_step_ns(WORK) / ledger.step_ns
         return f"Training runs on a CPU, and ops take {whole_percent(share)} of the step."
     if busy_share is None:
-        return "No bottleneck identified: there is no GPU work."
+        return "No bottleneck identified: there is no trace of GPU work."
     if busy_share < _BOUND_BY_GPU:
         return f"The host is the bottleneck: the GPU is busy for only {whole_percent(busy_share)} of the step."
     roofline = roofline_summary(roofline_of(case.linked))

@@ -7,10 +7,14 @@ from typing import Any, Literal
 from stepscope.formatting import duration, duration_range, percent, safe, size
 
 Confidence = Literal["high", "medium", "low"]
+OVER_TIME = frozenset({"drift", "memory_creep", "checkpoint_cost", "evaluation_cost", "loss_anomaly", "stalls"})
+"""The ids of findings about the whole run."""
 
 
 @dataclass(frozen=True)
 class Evidence:
+    """Rows that a finding stands on."""
+
     table: str  # title of the rows, such as `kernels` or `slow steps`
     rows: Sequence[Mapping[str, Any]]
 

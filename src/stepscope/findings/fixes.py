@@ -63,7 +63,7 @@ FIXES: Mapping[str, Fix] = {
             "torch.backends.cudnn.benchmark = True  # before training"),
         Fix("pageable_copies", "DataLoaders with pin_memory=True, and non_blocking copies from pinned memory", SAME,
             'DataLoader(…, pin_memory=True)  # and batch.to("cuda", non_blocking=True)'),
-        Fix("waiting_for_data", "DataLoaders with more, persistent workers (default: one per core, 2 to 8)", SAME,
+        Fix("waiting_for_data", "DataLoaders with more, persistent workers (default: one per spare core, to 8)", SAME,
             "DataLoader(…, num_workers={value}, persistent_workers=True, prefetch_factor=4)", ("", "N")),
         Fix("small_batch", "DataLoaders with batch_size times N; compares tokens per second, not losses",
             NOT_COMPARABLE, "DataLoader(…, batch_size={value} * batch_size)", ("2", "N")),

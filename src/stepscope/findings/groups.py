@@ -41,7 +41,9 @@ class Group:
 
 def grouped(case: Case, claims: Claims, found: Sequence[Finding], kept: Sequence[Finding]) -> list[Group]:
     """Return the groups of two or more kept findings; `found` are the same before their savings were cut."""
-    groups = []
+    groups: list[Group] = []
+    if case.is_on_cpu:  # no intervals were measured there
+        return groups
     changes: dict[str, list[Saving]] = {}
     for finding in found:
         if finding.group and isinstance(finding.saving_ns, Saving):

@@ -73,10 +73,12 @@ def _slower(run: Run, slow: Slowdown) -> Finding:
         sentence=f"{what}{where}{because} This cost {span(slow.lost_ns)}{so_far}, {percent(share)} of the run.",
         fix=_fix(parts, others),
         evidence=(Evidence("where", [stretch]), Evidence("what changed", rows)),
-        saving_ns=slow.lost_ns / max(1, run.num_steps),
+        saving_ns=slow.after_ns - slow.before_ns if slow.lasts else slow.lost_ns / max(1, run.num_steps),
         rows=("slow_steps",),
         upper_bound=True,
-        derived="the time of these steps above the level before, divided by all steps of the run",
+        derived="how much longer a step takes by now than before it"
+        if slow.lasts
+        else "the time of these steps above the level before, divided by all steps of the run",
         confidence="high" if slow.kind == "step" and others else "medium",
         falsified_by="run it again; the finding is wrong if steps slow down elsewhere, or not at all",
     )
@@ -187,9 +189,9 @@ def _interruption(run: Run, found: Interruption, what: str, fix: str) -> Finding
                         "every_steps": found.every,
                         "longest_ns": found.longest_ns,
                     },
-                    *({"place": place} for place in found.places[:3]),
                 ],
             ),
+            Evidence("places in the script", [{"place": place} for place in found.places[:3]]),
         ),
         saving_ns=found.total_ns / max(1, run.num_steps),
         rows=("between_steps",),

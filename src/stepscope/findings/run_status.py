@@ -274,7 +274,7 @@ def _rate(rank: Rank, unit: str) -> float | None:
 
 def _left(rank: Rank, run: Run, num_steps: int, typed: int | None) -> tuple[int | None, float | None]:
     """Return the planned number of steps, and the time left at the pace of the last hour."""
-    own = rank.facts.get("num_planned_steps")
+    own = None if rank.facts.get("triggered") else rank.facts.get("num_planned_steps")
     planned = typed or (own + num_steps - rank.num_steps if own else None)
     blocks = [block for block in run.blocks if block.end_ns > run.end_ns - PACE_S * 1e9]
     if planned is None or not blocks or rank.is_over:

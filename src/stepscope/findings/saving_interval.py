@@ -12,10 +12,10 @@ from stepscope.analysis.time.ledger import LIMIT, ROWS, Ledger
 from stepscope.findings.finding import Finding
 
 COVERAGE = 0.9  # of unknown cases, the share whose saving should be within its interval
-GPU, HOST, MEASURED = "gpu", "host", "measured"
-FACTORS = {GPU: (0.8, 2.0), HOST: (0.45, 2.0), MEASURED: (0.8, 1.2)}
+GPU, HOST, MEASURED, CPU = "gpu", "host", "measured", "cpu"
+FACTORS = {GPU: (0.8, 2.0), HOST: (0.45, 2.0), MEASURED: (0.8, 1.2), CPU: (0.8, 2.4)}
 """Measured ÷ expected savings: if the GPU is busy for nearly all of the step; if it also waits for its host, whose
-speed without the profiler is known less well; and of time that a recording measured without the profiler."""
+speed without the profiler is known less well; of time that a recording measured without the profiler; on a CPU."""
 _BUSY_SHARE = 0.9
 _MEASURED_ROWS = ("between_steps", "slow_steps")
 
@@ -25,6 +25,8 @@ def kind_of(finding: Finding, ledger: Ledger) -> str:
     measured_ns = sum(finding.claims.get(row, 0.0) for row in _MEASURED_ROWS)
     if measured_ns > sum(finding.claims.values()) / 2:
         return MEASURED
+    if ledger.is_of_cpu:
+        return CPU
     rows = {row: ns for row, ns in ledger.parts.items() if row not in _MEASURED_ROWS}
     idle_ns = sum(ns for row, ns in rows.items() if row.startswith("idle_") and row != "idle_queued")
     return GPU if idle_ns <= (1 - _BUSY_SHARE) * sum(rows.values()) else HOST
@@ -45,7 +47,9 @@ def interval_ns(finding: Finding, ledger: Ledger) -> tuple[float, float]:
 
 
 def with_interval(finding: Finding, ledger: Ledger) -> Finding:
-    if finding.saving_ns is None or ledger.is_of_cpu:  # no factors were measured on a CPU
+    if finding.saving_ns is None or (
+        ledger.is_of_cpu and finding.upper_bound
+    ):  # a fix there may save next to nothing
         return finding
     low_ns, high_ns = interval_ns(finding, ledger)
     return replace(finding, saving_low_ns=low_ns, saving_high_ns=high_ns)

@@ -5,8 +5,11 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.time.ledger import ROWS
+from stepscope.errors import if_available
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.op_lines import first_line, lines_of, lines_text, ops_of, pauses_text
+from stepscope.findings.rules.cpu import least_ns
 from stepscope.formatting import duration, safe, whole_percent
 from stepscope.session.case import Case
 from stepscope.session.places import Places
@@ -27,6 +30,7 @@ _TRY = {
     "transfers": "pin_memory=True and non_blocking=True; keep results on the GPU",
     "cpu_data": "DataLoader(..., num_workers=…), or data in memory",
     "cpu_python": "a larger batch_size, torch.compile(model), or torch._foreach functions: fewer calls per sample",
+    "cpu_between": "metrics and averages every N steps, batches in a DataLoader with workers",
     "between_steps": "do it less often, or in the background",
     "slow_steps": "see which steps are slow, in the section Steps of stepscope report",
     "unknown_work": "record with record_shapes=True; for a kernel of your own there is no formula",
@@ -39,12 +43,13 @@ def unclaimed_time(case: Case, claims: Claims) -> list[Finding]:
 
     There is a finding for each row of the ledger that is worth a look; `claims` are those of all other findings.
     """
-    return [
+    found = [
         _finding(case, claims, row, ns)
         for row, ns in claims.unclaimed().items()
         # A row that is mostly explained has a cause, even if its fix leaves some of it.
         if ns >= max(WORTH_A_LOOK * claims.step_ns, claims.held_ns(row) / 2)
     ]
+    return found + (if_available(lambda: _slow_lines(case, claims)) or [] if case.is_on_cpu else [])
 
 
 def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
@@ -64,11 +69,11 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
         rows = table.head(8).to_dicts()
         first = rows[0]
         where = f" in {safe(first['module'], 60)}" if first["module"] else ""
-        most = (
-            f" Most of it is {safe(first['op'] or 'work without an op', 60)}{where}, at "
-            f"{whole_percent(first['limit_share'])} of the device's limit."
-        )
+        rate = "" if case.is_on_cpu else f", at {whole_percent(first['limit_share'])} of the device's limit"
+        most = f" Most of it is {safe(first['op'] or 'work without an op', 60)}{where}{rate}."
         places = case.places(work.sort("loss_ns", descending=True)["event"].head(20))
+    if row.startswith("cpu_"):
+        most += pauses_text(case, ns / 10)
     # Of the average step, because some rows lie outside of a typical one.
     cost = f"{duration(ns, 3)} per step ({whole_percent(ns / claims.step_ns)} of {duration(claims.step_ns, 3)})"
     return Finding(
@@ -84,3 +89,64 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
         claims={row: ns},
         id=UNCLAIMED,
     )
+
+
+_SLOW_SHARE = 0.1  # of a step, which a line takes beyond what its work needs
+_TRY_CLASS = {
+    "gemm": "fewer and larger products, sizes that are multiples of 16, a larger batch",
+    "convolution": "fewer and larger convolutions, channels_last, groups=1",
+    "copy_cast": "remove .contiguous(), .to(), .clone() and permutations that copy",
+    "embedding_index": "index fewer elements, or once for all of them",
+    "sort_scan": "sort fewer elements, topk instead of sort, or do it every N steps",
+}
+
+
+def _slow_lines(case: Case, claims: Claims) -> list[Finding]:
+    """Return a finding about the lines whose ops are slower than the trace's own fast ops, for an unknown reason."""
+    ops = ops_of(case).filter(pl.col("place").is_not_null())
+    work = pl.concat([claims.unclaimed_work(row).select("event", "loss_ns") for row in ("cpu_products", "cpu_ops")])
+    facts = case.work.select("event", "call", pl.col("op", "class").cast(pl.String), least_ns(case))
+    lines = ops.select(pl.col("row").alias("call"), "place")
+    beyond = (pl.col("loss_ns") - pl.col("least_ns").fill_null(0.0)).clip(0) / case.num_steps
+    slow = work.join(facts, on="event").join(lines, on="call").with_columns(beyond.alias("beyond_ns"))
+    sums = slow.group_by("place").agg(pl.col("beyond_ns").sum()).sort("beyond_ns", "place", descending=[True, False])
+    sums = sums.filter(pl.col("beyond_ns") >= _SLOW_SHARE * claims.step_ns)
+    if sums.is_empty():
+        return []
+    inside = ops.filter(pl.col("place").is_in(sums["place"].implode()))
+    table = lines_of(case, inside)
+    ns = float(sums["beyond_ns"].sum())
+    own = slow.filter(pl.col("place") == sums["place"][0]).group_by("class").agg(pl.col("beyond_ns").sum())
+    kind = own.sort("beyond_ns", "class", descending=[True, False])["class"][0]
+    whole_ns = float(table["duration_ns"].sum())
+    unknown = slow.filter(pl.col("place").is_in(sums["place"].implode()), pl.col("least_ns").is_null())
+    unknown_ns = float(unknown["beyond_ns"].sum())
+    names = unknown.group_by("op").agg(pl.col("beyond_ns").sum()).sort("beyond_ns", "op", descending=[True, False])
+    also = (
+        f"; what {duration(unknown_ns, 3)} of {', '.join(names['op'].head(3))} needs is unknown" if unknown_ns else ""
+    )
+    return [
+        Finding(
+            sentence=f"{lines_text(table)} {'takes' if table.height == 1 else 'take'} {duration(whole_ns, 3)} per "
+            f"step ({whole_percent(whole_ns / claims.step_ns)} of {duration(claims.step_ns, 3)}), the backward "
+            "included, for no reason that a rule knows. At the rates of this trace's fast ops, the work needs "
+            f"{duration(max(0.0, whole_ns - ns), 3)}{also}.",
+            fix=f"{_TRY_CLASS.get(kind, 'torch.compile, or one op for the chain of ops')}  # {first_line(table)}",
+            evidence=(Evidence("slow lines", table.head(8).to_dicts()),),
+            falsified_by="try it; the finding is wrong if the step stays as long",
+            saving_ns=ns,
+            derived="the time of these ops beyond what their FLOPs and bytes take at such rates, as far as no other "
+            "finding claims it; a fix may reach only a part of it",
+            upper_bound=True,
+            confidence="low",
+            places=case.places(slow.sort("beyond_ns", descending=True)["event"].head(20)),
+            claims={row: held for row, held in _held(claims, ns).items() if held},
+            id=UNCLAIMED,
+        )
+    ]
+
+
+def _held(claims: Claims, ns: float) -> dict[str, float]:
+    held = {row: claims.held_ns(row) for row in ("cpu_products", "cpu_ops")}
+    whole = sum(held.values()) or 1.0
+    return {row: min(ns, whole) * part / whole for row, part in held.items()}

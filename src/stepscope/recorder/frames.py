@@ -16,6 +16,8 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PT
 _WORKLOADS = os.path.join(_OURS, "workloads", "")  # noqa: PTH118  these models are measured like the user's own
 _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
+_PYTHON = os.path.join(os.path.dirname(os.__file__), "")  # noqa: PTH118, PTH120  the same
+
 _is_script: dict[str, bool] = {}
 
 
@@ -37,6 +39,11 @@ def script_frames(frame: types.FrameType | None = None) -> Iterator[types.FrameT
 def is_library(file: str) -> bool:
     """Return whether a file belongs to an installed package."""
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
+
+
+def is_pythons(file: str) -> bool:
+    """Return whether a file belongs to Python's own library."""
+    return file.startswith(_PYTHON) and not is_library(file)
 
 
 def place(frame: types.FrameType) -> str:

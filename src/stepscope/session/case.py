@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from stepscope.analysis.attention.backends import DISPATCHER, attention_calls, handwritten_attention
 from stepscope.analysis.compiler.compiled_regions import compiled_regions
+from stepscope.analysis.costs.own_rates import own_device
 from stepscope.analysis.kernels.copies import copies
 from stepscope.analysis.kernels.extra_work import nan_checks, recomputed
 from stepscope.analysis.kernels.fusible import logits, segments, with_fused_ns
@@ -19,11 +20,12 @@ from stepscope.analysis.memory.allocator_events import trace_memory
 from stepscope.analysis.memory.left_behind import MemoryGrowth, growth_between_steps, growth_in_window
 from stepscope.analysis.precision.casts import casts
 from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAccount, account_of, device_name
-from stepscope.analysis.run.series import Run
+from stepscope.analysis.structure.cpu_work import with_cpu_work
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
+from stepscope.analysis.structure.op_log import logged_ops
 from stepscope.analysis.structure.work import with_sizes, work
-from stepscope.analysis.time.cpu_ledger import cpu_ledger
+from stepscope.analysis.time.cpu_ledger import BETWEEN, cpu_ledger
 from stepscope.analysis.time.idle_causes import idle_gaps
 from stepscope.analysis.time.ledger import Ledger, LedgerFacts, ledger
 from stepscope.analysis.time.loop_time import beside_ns
@@ -31,22 +33,26 @@ from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_ste
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
 from stepscope.analysis.time.waits import round_trips, waits
-from stepscope.analysis.time.what_if import Saving, stretches, without
+from stepscope.analysis.time.what_if import Saving, spared_ns, stretches, without
 from stepscope.devices import Device, find_device
-from stepscope.errors import ABOUT_GPUS, Unavailable, if_available
-from stepscope.formatting import duration, plural, whole_percent
+from stepscope.errors import Unavailable, if_available
+from stepscope.session.per_step import LENGTH, PerStep
 from stepscope.session.places import Places, places_of_stretches, places_of_work
 from stepscope.session.rank_accounts import RankAccounts
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
+if TYPE_CHECKING:
+    from stepscope.analysis.run.series import Run
+
+__all__ = ["LENGTH", "WORTH_SHARE", "WORTH_WITHOUT_GPU", "Case"]
+
 WORTH_SHARE = 0.03  # the share of a step that a finding must save to be reported
 WORTH_WITHOUT_GPU = 0.05  # the same on a CPU, where workers and training compete for the same cores
-LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
 
 
 @dataclass(eq=False, repr=False)
-class Case:
+class Case(PerStep):
     """One rank's trace, with the recording and the other ranks' accounts where there are any.
 
     A table is computed once, when a rule asks for it, of the typical steps. Unavailable says what to run to get it.
@@ -86,7 +92,7 @@ class Case:
         return dict(self._recording.compiler or {}) if self._recording is not None else {}
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> "Run":
         """The whole run, from its first step to its last (`session/run.py`)."""
         from stepscope.session.run import read_history, run_of
 
@@ -148,10 +154,10 @@ class Case:
 
     @cached_property
     def device(self) -> Device:
-        """The device and its peak rates."""
+        """The device and its peak rates; for a CPU, the rates of its own ops."""
         name = device_name(self.linked)
         if name is None and self.is_on_cpu:
-            raise Unavailable(ABOUT_GPUS)
+            return own_device(self.work)
         found = find_device(name) if name else None
         if found is None:
             raise Unavailable(f"The peak rates of {name or 'the device'} are unknown; see docs/measurement.md.")
@@ -178,20 +184,34 @@ class Case:
         return self._trace is not None and bool(self.replay.events)
 
     @cached_property
+    def clean_share(self) -> float:
+        """The time of a step without the profiler ÷ that of a traced step on the host."""
+        return self.step_ns * self.num_steps / max(1, self.replay.end_ns - self.replay.start_ns)
+
+    @cached_property
+    def _worked(self) -> Linked:
+        return with_cpu_work(self.linked, self.clean_share) if self.is_on_cpu else self.linked
+
+    @cached_property
     def all_work(self) -> pl.DataFrame:
-        """The GPU work of the whole trace (`analysis/structure/work.py`)."""
-        return work(self.linked)
+        """The work of the whole trace on its GPU, or else its CPU (`analysis/structure/work.py`)."""
+        return work(self._worked)
 
     @cached_property
     def work(self) -> pl.DataFrame:
-        """The GPU work (`analysis/structure/work.py`)."""
+        """The GPU work, or the ops of a CPU (`analysis/structure/work.py`, `cpu_work.py`)."""
+        if self.is_on_cpu:
+            return self.within(self.all_work)
         if not self.replay.events:
             if self.linked.trace.facts.is_cut_off:
                 raise Unavailable("The trace is cut off, and GPU work is written last. Record it again.")
-            if self.is_on_cpu:
-                raise Unavailable(ABOUT_GPUS)
             raise Unavailable("The trace has no GPU work. Record on a GPU, with ProfilerActivity.CUDA.")
         return self.all_work.filter(pl.col("event").is_in(self.replay.events))
+
+    @cached_property
+    def logged_steps(self) -> pl.DataFrame:
+        """The ops of all steps with the line behind each and the use of its result (`op_log.py`)."""
+        return logged_ops(self.allocations, self.linked.host)
 
     def with_shapes(self, and_dtypes: bool = False) -> None:
         """Raise Unavailable if the trace has no tensor shapes, or no dtypes where a rule needs them."""
@@ -246,14 +266,17 @@ class Case:
     @cached_property
     def segments(self) -> pl.DataFrame:
         """Work that one pass over memory could do, apart from attention (`analysis/kernels/fusible.py`)."""
-        return with_fused_ns(segments(self.work, self._in_attention), if_available(lambda: self.device))
+        found = segments(self.work, self._in_attention)
+        return with_fused_ns(found, if_available(lambda: self.device), self.is_on_cpu)
 
     @cached_property
     def ledger(self) -> Ledger:
         """The step split into the least time that its work needs and every loss (`analysis/time/ledger.py`)."""
         if self.is_on_cpu and self._trace is not None:
             phases_ns = {row.name: row.ns for row in self.summary.rows}
-            return cpu_ledger(self.linked, phases_ns, self.step_ns, *self._beside_ns)
+            if not self.summary.data_is_named:
+                phases_ns[BETWEEN] = phases_ns.pop("data", 0.0)
+            return cpu_ledger(self.linked, self.work, phases_ns, self.step_ns, *self._beside_ns)
         again = frozenset(self.recomputed["events"].explode().drop_nulls())
         device = if_available(lambda: self.device)
         tables = (self.work, self.segments, self.attention, self._in_attention, again, self.idle, device)
@@ -338,11 +361,14 @@ class Case:
         has_host = change.host is not None and change.host.height
         if not (has_host or change.duration_ns or change.gone or change.unwaited):
             return Saving(0.0, change)
+        if self.is_on_cpu:
+            less_ns = spared_ns(change) * self.clean_share + self._shorter_ns(change)
+            return Saving(max(0.0, less_ns / self.num_steps), change)
         changed = self.replay.play(replace(change, profiler_ns_per_event=self.profiler_ns_per_event))
         return Saving(max(0.0, self.step.done_ns - changed.done_ns), change)
 
     def is_worth(self, saving_ns: float) -> bool:
-        return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns
+        return saving_ns > 0 and saving_ns >= (WORTH_WITHOUT_GPU if self.is_on_cpu else WORTH_SHARE) * self.step_ns
 
     def host_saving_ns(self, spans: pl.DataFrame) -> Saving:
         """Return what a step saves without some spans of host time."""
@@ -352,7 +378,7 @@ class Case:
         self, events: Iterable[int], durations_ns: Mapping[int, float] | None = None, is_loop: bool = False
     ) -> Change:
         """Return the change that removes some GPU work and the host time for it; other work takes `durations_ns`."""
-        return replace(without(self.linked, events, is_loop), duration_ns=durations_ns or {})
+        return replace(without(self._worked, events, is_loop), duration_ns=durations_ns or {})
 
     def scaled_to(self, total_ns: float, events: Sequence[int]) -> dict[int, float]:
         """Return the duration of each piece of work, by event, if all of it takes `total_ns`."""
@@ -364,37 +390,11 @@ class Case:
     def _duration_ns(self) -> dict[int, int]:
         return dict(self.work.select("event", "duration_ns").iter_rows())
 
-    def total_ns(self, table: pl.DataFrame, time: pl.Expr | None = None) -> float:
-        """Return the sum of a table's durations in ns, per step."""
-        return float(table.select(_time(table, time).sum()).item() or 0) / self.num_steps
-
-    def grouped(
-        self, table: pl.DataFrame, count: str, *keys: str, time: pl.Expr | None = None, more: Sequence[pl.Expr] = ()
-    ) -> pl.DataFrame:
-        """Return the number of rows and their time, both per step, by `keys`; the longest first."""
-        time = _time(table, time)
-        rows = table.group_by(keys, maintain_order=True).agg(
-            (pl.len() / self.num_steps).alias(count), *more, time.sum() / self.num_steps
-        )
-        return rows.sort(time.meta.output_name(), descending=True)
-
-    def number_text(self, table: pl.DataFrame, noun: str, nouns: str = "") -> str:
-        """Return the number of a table's rows per step with their noun, as `plural` does: `24 kernels`."""
-        return plural(table.height / self.num_steps, noun, nouns)
-
-    def cost_text(self, cost: float | pl.DataFrame) -> str:
-        """Return a time, or that of a table, per step, of the average step: `15.7 ms per step (25 % of 61.7 ms)`."""
-        ns = self.total_ns(cost) if isinstance(cost, pl.DataFrame) else cost
-        share = f" ({whole_percent(ns / self.average_ns)} of {duration(self.average_ns, 3)})" if self.step_ns else ""
-        return f"{duration(ns, 3)} per step{share}"
+    def _shorter_ns(self, change: Change) -> float:
+        return sum(self._duration_ns[event] - ns for event, ns in change.duration_ns.items())
 
     def places(self, events: Iterable[int]) -> Places:
         """Return where some GPU work is on the timeline, most work first."""
         return places_of_work(self.all_work, self.all_work["event"].is_in(list(events)))
 
     host_places = staticmethod(places_of_stretches)
-
-
-def _time(table: pl.DataFrame, time: pl.Expr | None) -> pl.Expr:
-    own = pl.col("duration_ns") if "duration_ns" in table.columns else LENGTH
-    return own if time is None else time

@@ -24,7 +24,7 @@ from stepscope.trace.recording import CounterSample, Recording
 
 _OF_BLOCK = (
     "allocated_bytes", "reserved_bytes", "peak_bytes", "resident_bytes", "total_bytes", "available_bytes",
-    "num_collections", "core_share", "core_wait_share",
+    "num_collections", "core_share", "core_wait_share", "others_share",
 )  # fmt: skip
 _OF_GPU = {
     "power_watts": "power_watts", "sm_clock_mhz": "sm_clock_mhz", "gpu_busy_share": "busy_share",

@@ -38,7 +38,10 @@ RUNS_FOLDER = Path("runs")  # where `stepscope run` writes without -o
 
 
 def import_beside(*modules: str) -> None:
-    """Import modules in another thread: reading a trace releases the interpreter, and importing needs little else."""
+    """Import modules in another thread: reading a trace releases the interpreter, and importing needs little else.
+
+    They may not import a part of polars before polars itself: two threads inside it can end in a deadlock.
+    """
     Thread(target=lambda: [*map(import_module, modules)], daemon=True).start()
 
 

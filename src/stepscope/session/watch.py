@@ -5,8 +5,6 @@ clock from when we last saw its files change, and only for the first look by the
 """
 
 import math
-import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import Literal
 from stepscope.errors import RecordingError
 from stepscope.session.blocks import blocks_of, thinned
 from stepscope.session.history import Follower, History, rank_folders, recent_steps
+from stepscope.session.process import writer_runs
 from stepscope.trace.history_file import HISTORY_FILE, RECENT_FILE, Block, Event, Process
 from stepscope.trace.recording import RECORDING_FILE, SAMPLES_FILE, StepSample, began_s, read_facts
 from stepscope.trace.recording_facts import RecordingFacts
@@ -53,9 +52,10 @@ class Rank:
 
     @property
     def num_steps(self) -> int:
-        """How many steps have ended, counted from the first process."""
+        """How many steps have ended, counted from the first process, or from the beginning of a triggered window."""
         block = self.history.blocks[-1] if self.history.blocks else None
-        return max(block.step + block.num_steps if block else 0, self.steps[-1].step + 1 if self.steps else 0)
+        last = max(block.step + block.num_steps if block else 0, self.steps[-1].step + 1 if self.steps else 0)
+        return max(0, last - int((self.facts.get("triggered") or {}).get("first_step", 0)))
 
     @property
     def is_over(self) -> bool:
@@ -151,7 +151,7 @@ class _Followed:
         self._num_left_out += update.num_left_out
         lines = tuple(self._processes), tuple(self._blocks), tuple(self._events)
         history = History(self._folder, *lines, self._num_unread, self._num_left_out)
-        silent_s, is_alive = self._silent_s(), self._is_alive()
+        silent_s, is_alive = self._silent_s(), writer_runs(self._folder, self._facts)
         state = self._state(silent_s, is_alive)
         return Rank(self._number(), history, tuple(self._steps), self._facts, state, silent_s, is_alive)
 
@@ -200,27 +200,6 @@ class _Followed:
             return "starting" if silent_s < MOST_SILENT_S or is_alive else "silent"
         longest_s = max(block.max_ns for block in self._blocks) / 1e9
         return "silent" if silent_s > min(MOST_SILENT_S, max(SILENT_S, 3 * longest_s)) else "running"
-
-    def _is_here(self) -> bool:
-        return not self._processes or self._processes[-1].host == socket.gethostname()
-
-    def _is_alive(self) -> bool | None:
-        """Return whether the process runs; None if it is unknown, as on another machine."""
-        pid = self._processes[-1].pid if self._processes else self._facts.get("pid")
-        if not pid or not self._is_here():
-            return None
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            return state[0] not in ("Z", "X")
-        except (OSError, IndexError):
-            pass
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            return True  # another user's
-        return True
 
 
 def _newest(steps: list[StepSample]) -> list[StepSample]:

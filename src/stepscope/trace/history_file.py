@@ -75,6 +75,7 @@ class Block:
     core_share: float | None = None  # the share of time in which the thread that trains ran on a core (Linux)
     core_wait_share: float | None = None
     """The share of time in which the thread that trains could run, but other threads had the CPU's cores (Linux)."""
+    others_share: float | None = None  # of all cores of the machine, which other processes used (Linux)
     gpu: GpuBlock | None = None
     process: int = 0  # which of `History.processes`
 
@@ -222,7 +223,7 @@ def _block(line: dict[str, Any], process: int) -> Block:
         raise ValueError("there was no time for so many steps")
     if not is_number(line["t"]) or not is_text(line["window"]):
         raise TypeError("not a time or a window")
-    if not (is_number(line.get("core_share", 0)) and is_number(line.get("core_wait_share", 0))):
+    if not all(is_number(line.get(name, 0)) for name in ("core_share", "core_wait_share", "others_share")):
         raise TypeError("not a share")
     for name in ("loss", "max_loss"):
         if name in line:

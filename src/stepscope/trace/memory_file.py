@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepscope.border import COUNT, TEXT, NotOfSchema, check, read_json
+from stepscope.border import AMOUNT, COUNT, FLAG, INTEGER, TEXT, NotOfSchema, check, read_json
 from stepscope.errors import RecordingError
 
 MEMORY_FILE = "memory.json.gz"
@@ -21,6 +21,13 @@ SCHEMA: dict[str, Any] = {
     "stages~": [{"name": TEXT, "event": COUNT}],
     "saved~": [_GRAPH],
     "left_alive~": [_GRAPH],
+    "ops~": {
+        "kinds": [{"op": TEXT, "phase": TEXT, "place~": TEXT, "is_random": FLAG}],
+        "calls": [{"kind": COUNT, "reads": [INTEGER], "writes": [INTEGER], "size": COUNT}],
+        "zeros": [{"call": COUNT, "share": AMOUNT}],
+        "unchanged": [COUNT],
+        "num_dropped~": COUNT,
+    },
     "allocator~": dict.fromkeys(
         ("start_allocated_bytes~", "peak_allocated_bytes~", "peak_reserved_bytes~", "num_retries~"), COUNT
     ),
@@ -47,6 +54,7 @@ def read_memory(path: Path) -> dict[str, Any]:
         )
     try:
         check(memory, SCHEMA | ({"device": TEXT} if version >= MEMORY_VERSION else {}))
+        _check_ops(memory.get("ops"), len(memory["allocations"]))
         for index, each in enumerate(memory["allocations"]):
             for begin, end in (("born", "died"), ("born_ns", "died_ns")):
                 if each.get(begin) is not None and each.get(end) is not None and each[end] < each[begin]:
@@ -55,6 +63,18 @@ def read_memory(path: Path) -> dict[str, Any]:
         raise RecordingError(f"{path.name}: {error}: record it again with this Stepscope") from None
     memory["allocations"] = [_ABSENT | each for each in memory["allocations"]]
     return memory if version >= MEMORY_VERSION else _of_version_1(memory)
+
+
+def _check_ops(ops: Mapping[str, Any] | None, num_allocations: int) -> None:
+    """Raise NotOfSchema if the log of ops names a kind, a call or a storage that there is not."""
+    if ops is None:
+        return
+    for index, call in enumerate(ops["calls"]):
+        named = (*call["reads"], *call["writes"])
+        if call["kind"] >= len(ops["kinds"]) or not all(-1 <= one < num_allocations for one in named):
+            raise NotOfSchema(f"ops.calls[{index}] names a kind or a storage that there is not")
+    if any(zeros["call"] >= len(ops["calls"]) for zeros in ops["zeros"]):
+        raise NotOfSchema("ops.zeros names a call that there is not")
 
 
 def _of_version_1(memory: Mapping[str, Any]) -> dict[str, Any]:

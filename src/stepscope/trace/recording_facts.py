@@ -12,7 +12,7 @@ class RecordingFacts(TypedDict, total=False):
     status: str  # `finished`, `failed`, or `interrupted` (killed, or still running)
     command: dict[str, Any]
     """`argv`, whether it ran as a `module`, the working `folder`, whether `--exit-after` was given, the `program` as
-    named and the `sha256` of its file."""
+    named and the `sha256` of its file; for a process that the program started, its own `script`."""
     config: dict[str, Any]  # resolved settings: arguments, windows, tokens per step
     config_hash: str  # first 16 hex digits of the SHA-256 of `config`
     git: dict[str, Any] | None
@@ -27,6 +27,7 @@ class RecordingFacts(TypedDict, total=False):
     num_child_processes: int  # processes the script started through multiprocessing
     num_planned_steps: int  # steps that the trainer said it would make, from the beginning of the recording
     pid: int
+    host: str  # the machine on which that process runs
     environment: dict[str, Any]
     """Versions, device name, threads, float32 matmul setting, environment variables that affect speed."""
     precision: dict[str, Any]  # torch's precision settings at the end of the clean window (docs/precision.md)
@@ -91,6 +92,7 @@ SCHEMA: dict[str, Any] = {
     "status": TEXT,
     "command": {
         "argv?": [TEXT], "module~": FLAG, "folder?": TEXT, "exit_after?": PLAIN, "program?": TEXT, "sha256?": TEXT,
+        "script?": TEXT,
     },
     "config": {"argv?": [TEXT], "windows?": _EACH_COUNT, "tokens_per_step~": COUNT, "*": PLAIN},
     "config_hash": TEXT,
@@ -103,6 +105,7 @@ SCHEMA: dict[str, Any] = {
     "num_child_processes": COUNT,
     "num_planned_steps": COUNT,
     "pid": COUNT,
+    "host": TEXT,
     "environment": {
         **dict.fromkeys(("device~", "device_name~", "torch~", "python~", "platform~", "float32_matmul~"), TEXT),
         **{"rank?": COUNT, "world_size?": COUNT, "variables?": _EACH_TEXT, "*": PLAIN},

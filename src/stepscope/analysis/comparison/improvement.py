@@ -115,17 +115,21 @@ def verdict(before_ns: Sequence[float], after_ns: Sequence[float], noise_share: 
     ('kept', None)
     >>> verdict([10.0, 10.1], [8.0, 8.1], 0.01)
     'kept'
+    >>> verdict([10.0] * 4, [12.0, 40.0, 9.0, 13.0], 0.2), verdict([10.0] * 4, [12.0, 12.1, 12.2, 12.1], 0.2)
+    ('no gain shown', 'slower')
     """
     found, num_pairs, least = factor_of(before_ns, after_ns), len(after_ns), 1 / (1 - LEAST_GAIN)
     if found.factor > least and found.is_significant:
         return KEPT
     if num_pairs == 1 and found.factor > max(1 / (1 - CLEAR_GAIN), (1 + noise_share) ** 3):
         return KEPT
-    if found.high is not None and found.high < least:
-        return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
-    if num_pairs < MOST_PAIRS and found.factor * (1 + noise_share) ** (1 / math.sqrt(num_pairs)) > least:
+    is_surely_below = found.high is not None and found.high < least
+    is_open = num_pairs < MOST_PAIRS and found.factor * (1 + noise_share) ** (1 / math.sqrt(num_pairs)) > least
+    if is_open and not is_surely_below:
         return None
-    return SLOWER if found.factor < 1 - LEAST_GAIN else NO_GAIN
+    # As in `verify`, an interval that contains 1 shows nothing. One pair has none: noise must not explain it.
+    is_shown = found.is_significant or (num_pairs == 1 and found.factor * (1 + noise_share) ** 3 < 1)
+    return SLOWER if is_shown and found.factor < 1 - LEAST_GAIN else NO_GAIN
 
 
 def trial_line(trial: Trial) -> str:

@@ -25,6 +25,7 @@ PEAK_COMPILED = "peak allocated, whose tensors inside compiled code have no owne
 UNKNOWN = "unknown"
 # Reported elsewhere, or irrelevant for a comparison.
 _NOT_CONTEXT = ("device", "rank", "variables")
+_NEW_EACH_TIME = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")  # torchrun makes them up for every start
 
 
 def recording_subject(
@@ -133,7 +134,9 @@ def _context(recording: Recording, summary: Summary) -> dict[str, Any]:
 def environment_context(environment: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in environment.items() if name not in _NOT_CONTEXT}
     variables = environment.get("variables")
-    return {**plain, **(variables if isinstance(variables, dict) else {})}
+    if isinstance(variables, dict):
+        plain |= {name: value for name, value in variables.items() if name not in _NEW_EACH_TIME}
+    return plain
 
 
 def _clocks(counters: CounterSummary | None) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class NotKnown(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
+    """An input of an op."""
+
     shape: tuple[int, ...]
     dtype: str | None
     strides: tuple[int, ...] | None = None

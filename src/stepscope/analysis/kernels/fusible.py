@@ -78,8 +78,8 @@ FUSIBLE = ("elementwise", "reduction", "copy_cast", "norm", "softmax", "memset_m
 _SEGMENTS = {
     "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
     "ops": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(), "fused_bytes": pl.Int64(),
-    "norm_bytes": pl.Int64(), "unknown_ns": pl.Int64(), "duration_ns": pl.Int64(), "is_compiled": pl.Boolean(),
-    "events": pl.List(pl.Int64()), "last": pl.Int64(),
+    "norm_bytes": pl.Int64(), "unknown_ns": pl.Int64(), "longest_ns": pl.Int64(), "duration_ns": pl.Int64(),
+    "is_compiled": pl.Boolean(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
 }  # fmt: skip
 
 
@@ -96,7 +96,8 @@ def segments(work: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     A fused program makes one pass over memory where a segment makes many. `fused_bytes` is what that pass moves: each
     tensor that it reads and did not write, once, and its last result of each size. A trace does not tell tensors
     apart, so those of as many elements stand for one another, except within an op. Norms take more than one pass
-    even if compiled: `norm_bytes` are those of their ops. `unknown_ns` is the time of ops with unknown tensors.
+    even if compiled: `norm_bytes` are those of their ops. `unknown_ns` is the time of ops with unknown tensors,
+    `longest_ns` that of the longest kernel.
     """
     ends = set(others)
     order = work.sort("device", "stream", "start_ns", "event").select(_READ)
@@ -109,13 +110,17 @@ def segments(work: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     return pl.DataFrame([row for row in found if row], schema=_SEGMENTS, orient="row")
 
 
-def with_fused_ns(found: pl.DataFrame, device: Device | None) -> pl.DataFrame:
-    """Return segments with `fused_ns`, what one compiled kernel in their place takes; null for an unknown device."""
+def with_fused_ns(found: pl.DataFrame, device: Device | None, is_on_cpu: bool = False) -> pl.DataFrame:
+    """Return segments with `fused_ns`, what one compiled kernel in their place takes; null for an unknown device.
+
+    A CPU computes as slowly as it moves bytes: no segment becomes shorter than its longest op.
+    """
     if device is None:
         return found.with_columns(pl.lit(None, pl.Float64).alias("fused_ns"))
     sizes = found.select("fused_bytes", "norm_bytes").iter_rows()
     times_ns = pl.Series("fused_ns", [fused_ns(device, *pair) for pair in sizes], pl.Float64)
-    return found.with_columns(times_ns + pl.col("unknown_ns"))
+    found = found.with_columns(times_ns + pl.col("unknown_ns"))
+    return found.with_columns(pl.max_horizontal("fused_ns", "longest_ns")) if is_on_cpu else found
 
 
 def _is_fusible(row: dict[str, Any]) -> bool:
@@ -179,6 +184,7 @@ def _segment(rows: list[dict[str, Any]]) -> tuple[Any, ...] | None:
     compiled_ns = sum(row["duration_ns"] for row in rows if row["is_compiled"])
     return (
         first["phase"], first["step"], largest[1], largest[2], ops, len(kernels), moved,
-        min(fused, moved - in_norms), in_norms, unknown_ns, total_ns, 2 * compiled_ns > total_ns,
+        min(fused, moved - in_norms), in_norms, unknown_ns,
+        max(row["duration_ns"] for row in rows), total_ns, 2 * compiled_ns > total_ns,
         [row["event"] for row in rows], kernels[-1]["event"],
     )  # fmt: skip

@@ -25,17 +25,18 @@ def ops(linked: Linked) -> pl.DataFrame:
     owned = host.select(host["name"].gather(inner), "self_ns").filter(inner.is_not_null())
     own = owned.group_by("name").agg(pl.col("self_ns").sum().alias("host_self_ns"))
     del owned, inner
-    calls = host.select("name", "duration_ns", _subtree_ends(host), "row").filter(is_op)
-    calls = calls.with_columns(_device_ns(linked, calls))
+    calls = host.select("name", _subtree_ends(host), "row").filter(is_op)
+    num_calls = calls.group_by("name").agg(pl.len().cast(pl.Int64).alias("num_calls"))
     is_outermost = (pl.col("end").cum_max().shift(1) <= pl.col("row")).over("name").fill_null(True)
+    calls = calls.filter(calls.select(is_outermost).to_series())
     by_name = (
-        calls.with_columns(pl.col("duration_ns", "device_ns") * is_outermost.cast(pl.Int64))
+        calls.select("name", host["duration_ns"].gather(calls["row"]), _device_ns(linked, calls))
         .group_by("name")
         .agg(
-            pl.len().cast(pl.Int64).alias("num_calls"),
             pl.col("duration_ns").sum().alias("host_total_ns"),
             pl.col("device_ns").sum().alias("device_total_ns"),
         )
+        .join(num_calls, on="name", nulls_equal=True)
         .join(own, on="name", nulls_equal=True)
     )
     gpu = linked.device.group_by("op_name").agg(pl.col("duration_ns").sum().alias("device_self_ns"))
@@ -102,9 +103,11 @@ def _subtree_ends(host: pl.DataFrame) -> pl.Series:
 def _device_ns(linked: Linked, calls: pl.DataFrame) -> pl.Series:
     """Return the GPU work launched anywhere inside some events, each from `row` to before row `end`."""
     work = linked.device.select("op", "duration_ns").drop_nulls("op").group_by("op").agg(pl.col("duration_ns").sum())
-    before = pl.zeros(linked.host.height + 1, pl.Int64, eager=True)
-    before = before.scatter(work["op"] + 1, work["duration_ns"]).cum_sum()
-    inside: pl.Series = before.gather(calls["end"]) - before.gather(calls["row"])
+    work = work.sort("op")
+    before = pl.zeros(1, pl.Int64, eager=True).append(work["duration_ns"].cum_sum())
+    # Searching takes less memory than a sum for each host event.
+    from_row, from_end = (before.gather(work["op"].search_sorted(calls[name])) for name in ("row", "end"))
+    inside: pl.Series = from_end - from_row
     return inside.alias("device_ns")
 
 

@@ -159,6 +159,8 @@ _MOST_EXPERTS = 1024
 
 @dataclass(frozen=True)
 class Router:
+    """What chooses experts for tokens."""
+
     num_tokens: int
     num_experts: int
     num_chosen: int  # experts per token

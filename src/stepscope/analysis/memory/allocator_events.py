@@ -36,6 +36,8 @@ _GIVING_BACK = r"(?i)^((cuda|hip)(Free|HostFree|HostUnregister)|cuMem(Free|Unmap
 
 @dataclass(frozen=True)
 class MemorySummary:
+    """The memory of one device in a trace."""
+
     device_type: str
     device: int  # its index; -1 is the CPU
     start_bytes: int

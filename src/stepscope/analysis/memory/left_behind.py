@@ -20,6 +20,8 @@ _ALIKE = 2.0  # ratio of the least to the most that steps leave behind
 
 @dataclass(frozen=True)
 class MemoryGrowth:
+    """Memory that each step leaves behind."""
+
     bytes_per_step: int
     held_bytes: int | None  # left by earlier steps and still alive; None if those were not seen
     num_steps: int  # steps in which it was seen

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ from stepscope.trace.tables import Trace
 
 @dataclass(frozen=True)
 class RankAccount:
+    """Where the time of one rank goes."""
+
     rank: int
     path: str
     device_name: str | None
@@ -103,39 +105,37 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
             raise UsageError(f"{trace.path}: no step {step}; {_which(linked.steps)}")
         only = replace(linked.steps, table=linked.steps.table.filter(pl.col("step") == step))
         linked = link(one_step(linked, step), only)
-    device = linked.device
-    time = gpu_time(device)
-    name = device_name(linked)
-    # Each part depends only on the links. Polars releases the GIL, so two at a time use two cores, if it may.
+    device, time = linked.device, gpu_time(linked.device)
+    # What needs most memory, ops, idle gaps and syncs, is far apart.
+    parts: dict[str, Callable[[], Any]] = {
+        "ops": lambda: ops(linked),
+        "memory": lambda: memory_summary(linked),
+        "gpu_time_by_device": lambda: gpu_time_by_device(device),
+        "steps": lambda: step_table(linked),
+        "phases": lambda: phase_table(linked),
+        "roofline": lambda: roofline_of(linked),
+        "copies": lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns),
+        "launches": lambda: kernels.launches(linked),
+        "idle_causes": lambda: idle_causes(idle_gaps(linked)),
+        "modules": lambda: modules(linked),
+        "collectives": lambda: collectives(linked),
+        "queue_depth": lambda: kernels.queue_depth_over_time(linked),
+        "kernel_classes": lambda: kernels.kernel_classes(device),
+        "top_kernels": lambda: kernels.top_kernels(device),
+        "gemm_share": lambda: kernels.gemm_share_by_phase(device),
+        "kernel_sizes": lambda: kernels.kernel_sizes(device),
+        "syncs": lambda: syncs_summary(syncs(linked), linked.steps.num),
+    }
+    # Each depends only on the links. Polars releases the GIL, so two at a time use two cores, if it may.
     with ThreadPoolExecutor(min(2, pl.thread_pool_size())) as pool:
-        gaps = pool.submit(idle_gaps, linked)
-        memory = pool.submit(memory_summary, linked)
-        parts: dict[str, Future[Any]] = {
-            "gpu_time_by_device": pool.submit(gpu_time_by_device, device),
-            "steps": pool.submit(step_table, linked),
-            "phases": pool.submit(phase_table, linked),
-            "roofline": pool.submit(roofline_of, linked),
-            "ops": pool.submit(ops, linked),  # neither with idle gaps nor with syncs, which need much memory too
-            "copies": pool.submit(lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns)),
-            "memory": memory,
-            "memory_timeline": pool.submit(lambda: _largest_timeline(linked, memory.result())),
-            "modules": pool.submit(modules, linked),
-            "collectives": pool.submit(collectives, linked),
-            "launches": pool.submit(kernels.launches, linked),
-            "queue_depth": pool.submit(kernels.queue_depth_over_time, linked),
-            "kernel_classes": pool.submit(kernels.kernel_classes, device),
-            "top_kernels": pool.submit(kernels.top_kernels, device),
-            "gemm_share": pool.submit(kernels.gemm_share_by_phase, device),
-            "kernel_sizes": pool.submit(kernels.kernel_sizes, device),
-            "idle_causes": pool.submit(lambda: idle_causes(gaps.result())),
-            "longest_gaps": pool.submit(lambda: longest_gaps(linked, gaps.result())),
-            "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
-        }
-        done: dict[str, Any] = {part: future.result() for part, future in parts.items()}
+        futures = {name: pool.submit(part) for name, part in parts.items()}
+        done = {name: future.result() for name, future in futures.items()}
+    done["memory_timeline"] = _largest_timeline(linked, done["memory"])
+    done["longest_gaps"] = longest_gaps(linked, idle_gaps(linked))
     return RankAccount(
         rank=rank,
         path=str(trace.path),
-        device_name=name,
+        device_name=device_name(linked),
         base_time_ns=trace.facts.base_time_ns,
         num_events=trace.num_events,
         is_cut_off=trace.facts.is_cut_off,

@@ -27,6 +27,8 @@ _NUM = pl.len().cast(pl.Int64)
 
 @dataclass(frozen=True)
 class Matched:
+    """The calls of collectives that several ranks have in common."""
+
     calls: pl.DataFrame
     """One row per call and rank: `call`, `group`, `group_size`, `collective`, `step`, `rank`, `bytes`, `start_ns`,
     `end_ns`, `duration_ns`, on the rank's own clock. Calls are numbered by their start on the lowest rank."""

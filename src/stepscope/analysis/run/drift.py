@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from stepscope.analysis.run.change_points import DRIFT, MOST_POINTS, STEP, Change, changes
 from stepscope.analysis.run.series import Run, TimeBlock, own_ns
-from stepscope.analysis.time.loop_time import BETWEEN, DATA
+from stepscope.analysis.time.loop_time import BETWEEN, DATA, GAPS
 
 WORK = "work per step"
 _LEAST_PART = 0.25  # of the change; smaller parts are not its reason
 _WAITS = 0.05  # of the time: from then on, others are at work on the cores
+_ALIKE, _LEAST_ALIKE = 0.05, 3  # of the machine's cores; points
 _OF_A_CORE = 2.0  # two threads that share a core take at most twice as long each
 _NEAR = 0.02  # of the run's steps
 _SIDES = (-3, -1), (-1, 1), (1, 3)  # cells before a change, around it, and after it
@@ -60,6 +61,7 @@ class _Point(NamedTuple):
     num_steps: int
     ns: float
     on_core_ns: float = 0.0  # of `ns`
+    others: float = 0.0  # share of the machine's cores that other processes used; 0 if unknown
 
 
 def step_changes(run: Run) -> list[tuple[Change, int, int]]:
@@ -108,7 +110,7 @@ def _points(run: Run) -> list[_Point]:
     waits = run.tracks.get("core_wait_share")
     if waits is None:
         return [_Point(block.step, block.num_steps, block.median_ns) for block in run.free]
-    shares = run.tracks.get("core_share")
+    shares, others = run.tracks.get("core_share"), run.tracks.get("others_share")
     on_core = dict(zip(shares.steps, shares.values)) if shares is not None else {}
     groups: dict[int, list[TimeBlock]] = {}
     for block in run.free:
@@ -120,7 +122,9 @@ def _points(run: Run) -> list[_Point]:
             num_steps = sum(block.num_steps for block in blocks)
             rest = max(1.0, own * (1 - waits.values[reading]) / num_steps)
             on_core_ns = own * on_core.get(waits.steps[reading], 0.0) / num_steps
-            found.append(_Point(blocks[0].step, num_steps, rest, min(rest, on_core_ns)))
+            at = bisect_left(others.steps, waits.steps[reading]) if others is not None else 0
+            used = others.values[at] if others is not None and at < len(others.values) else 0.0
+            found.append(_Point(blocks[0].step, num_steps, rest, min(rest, on_core_ns), used))
     return found
 
 
@@ -166,8 +170,9 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
 def _is_shared(run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock], change: Change) -> bool:
     """Return whether a change may come from others that use the cores too.
 
-    Where training waits for cores, other processes run beside it, on the same caches and on the other thread of its
-    core. The same work then takes up to `_OF_A_CORE` times as long on a core, and the training is not at fault.
+    They run beside it on the same caches, and on the other thread of its core. The same work then takes up to
+    `_OF_A_CORE` times as long, and the training is not at fault. They are there if training waits for cores, or if
+    they use more of them than before; then steps during which they use no more than before show what is left.
     """
     waits = run.tracks.get("core_wait_share")
     if waits is None or "core_share" not in run.tracks or not before:
@@ -175,10 +180,17 @@ def _is_shared(run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock]
     ends = [(side[0].step, side[-1].step + side[-1].num_steps) for side in (before, after)]
     points = _points(run)
     sides = [[point for point in points if low <= point.step < high] for low, high in ends]
-    if not all(sides) or max(waits.mean(*end) or 0.0 for end in ends) < _WAITS:
+    if not all(sides):
         return False
     old, new = (median(point.on_core_ns for point in side) for side in sides)
-    return new - old > (change.after - change.before) / 2 and new < _OF_A_CORE * old
+    least = old + (change.after - change.before) / 2
+    if not least < new < _OF_A_CORE * old:
+        return False
+    if max(waits.mean(*end) or 0.0 for end in ends) >= _WAITS:
+        return True
+    limit = median(point.others for point in sides[0]) + _ALIKE
+    alike = [point.on_core_ns for point in sides[1] if point.others <= limit]
+    return len(alike) < min(_LEAST_ALIKE, len(sides[1])) or median(alike) <= least
 
 
 def _together(
@@ -224,9 +236,9 @@ def _per_step(blocks: Sequence[TimeBlock], name: str) -> float:
 
     def part(block: TimeBlock) -> int:
         if name == "passes":
-            rest = (DATA, "other", *BETWEEN)
+            rest = (DATA, *GAPS, *BETWEEN)
             return sum(ns for each, ns in block.host_ns.items() if each not in rest)
-        return block.host_ns.get(name, 0)
+        return sum(block.host_ns.get(each, 0) for each in (GAPS if name == "other" else (name,)))
 
     return median(part(block) / block.num_steps for block in blocks)
 

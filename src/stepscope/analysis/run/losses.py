@@ -17,6 +17,8 @@ _NEW_LEVEL = 10  # so many in a row are no spike
 
 @dataclass(frozen=True)
 class Spike:
+    """A loss far above the ones before it."""
+
     step: int
     loss: float
     usual: float  # the median of those before
@@ -25,6 +27,8 @@ class Spike:
 
 @dataclass(frozen=True)
 class LossAnomaly:
+    """What is wrong with the losses of a run."""
+
     num_losses: int
     num_not_finite: int
     step: int | None  # of the first that is not finite

@@ -16,6 +16,8 @@ KINDS = {"allocated_bytes": "GPU memory", "resident_bytes": "host memory"}
 
 @dataclass(frozen=True)
 class Creep:
+    """Memory that grows from step to step."""
+
     name: str  # the track: `allocated_bytes` or `resident_bytes`
     step: int  # where the growth begins
     last_step: int

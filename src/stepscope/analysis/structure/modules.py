@@ -24,6 +24,8 @@ STACK_PREFIX = "nn.Module: "  # prefix of module classes, written by the profile
 
 @dataclass(frozen=True)
 class Modules:
+    """Which module each call belongs to."""
+
     source: str  # `ranges`, `stacks`, `compiled` (only regions of compiled code) or `none`
     calls: pl.DataFrame  # `row` of the host table and `module`, its name
     inlined: pl.DataFrame | None = None  # the same for ops and kernels in compiled code, from the compiler's log

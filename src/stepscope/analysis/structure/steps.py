@@ -37,6 +37,8 @@ LABELS = r"^ProfilerStep#\d+$|^Optimizer\.(step|zero_grad)#|^enumerate\(DataLoad
 
 @dataclass(frozen=True)
 class Steps:
+    """The steps of a trace and their phases."""
+
     source: str  # `ProfilerStep`, `range`, `optimizer`, `backward`, or `none` (the trace has no steps)
     table: pl.DataFrame  # `step`, `start_ns`, `end_ns`, in order and without overlaps
     phases: pl.DataFrame  # `start_ns`, `end_ns`, `phase`, covering all host time without gaps

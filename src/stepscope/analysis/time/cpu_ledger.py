@@ -17,22 +17,30 @@ PRODUCTS = ["aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkld
             "aten::_scaled_dot_product_flash_attention_for_cpu",
             "aten::_scaled_dot_product_flash_attention_for_cpu_backward"]  # fmt: skip
 DATA = "data"
+BETWEEN = "between"  # from a step to the next forward, if no DataLoader tells data from other work
 _MOST_OPS = 10
 TRAINING = ("forward", "backward", "optimizer")
 
 
 def cpu_ledger(
-    linked: Linked, phases_ns: Mapping[str, float], step_ns: float, between_ns: float, slow_ns: float
+    linked: Linked,
+    work: pl.DataFrame,
+    phases_ns: Mapping[str, float],
+    step_ns: float,
+    between_ns: float,
+    slow_ns: float,
 ) -> Ledger:
-    """Return the ledger of a step of `step_ns`, split like `phases_ns`, with what lies between and in slow steps."""
+    """Return the ledger of a step of `step_ns`, split like `phases_ns`, with what lies between and in slow steps;
+    `work` are the ops that findings may claim."""
     steps = linked.steps.table.select("start_ns", "end_ns")
     ops = linked.host.filter(pl.col("kind") == "op")
     products = ops.filter(pl.col("name").cast(pl.String).is_in(PRODUCTS))
     covered = [intersect(union(spans(some)), union(steps)) for some in (ops, products)]
     total_ns = round(step_ns)
     whole = sum(phases_ns.values()) or 1.0
-    outside_ns = sum(ns for phase, ns in phases_ns.items() if phase not in (DATA, *TRAINING))
-    sums = {"cpu_data": phases_ns.get(DATA, 0.0), "cpu_outside": outside_ns}
+    outside_ns = sum(ns for phase, ns in phases_ns.items() if phase not in (DATA, BETWEEN, *TRAINING))
+    own = {"cpu_data": phases_ns.get(DATA, 0.0), "cpu_between": phases_ns.get(BETWEEN, 0.0)}
+    sums = {**own, "cpu_outside": outside_ns}
     parts = {row: round(total_ns * ns / whole) for row, ns in sums.items()}
     num_steps = max(1, steps.height)
     product_ns = op_ns = 0.0
@@ -49,9 +57,28 @@ def cpu_ledger(
     parts["cpu_products"], parts["cpu_ops"] = (round(total_ns * ns / whole) for ns in (product_ns, op_ns))
     parts["cpu_python"] = total_ns - sum(parts.values())
     parts |= {"between_steps": round(between_ns), "slow_steps": max(0, round(slow_ns))}
-    schema = dict.fromkeys(("event", "duration_ns", "ns", "least_ns", "good_ns"), pl.Int64) | {"row": pl.String}
-    filled = {row: ns for row, ns in parts.items() if ns}
-    return Ledger(sum(parts.values()), 1, filled, pl.DataFrame(schema=schema), _largest(ops, union(steps), num_steps))
+    num_typical = max(1, work["step"].n_unique())
+    filled = {row: ns * num_typical for row, ns in parts.items() if ns}
+    events = _events(work, filled, "cpu_between" if BETWEEN in phases_ns else "cpu_outside")
+    largest = _largest(ops, union(steps), num_steps)
+    return Ledger(sum(filled.values()), num_typical, filled, events, largest)
+
+
+def _events(work: pl.DataFrame, parts: Mapping[str, int], beside: str) -> pl.DataFrame:
+    """Return each op with the row that holds it; together they take no more than the row."""
+    phase = pl.col("phase").cast(pl.String)
+    is_product = pl.col("op").cast(pl.String).is_in(PRODUCTS)
+    row = (
+        pl.when(phase == DATA).then(pl.lit("cpu_data"))
+        .when(~phase.is_in(TRAINING).fill_null(False)).then(pl.lit(beside))
+        .when(is_product).then(pl.lit("cpu_products")).otherwise(pl.lit("cpu_ops")).alias("row")
+    )  # fmt: skip
+    held = pl.col("row").replace_strict(dict(parts), default=0, return_dtype=pl.Float64)
+    left = (held / pl.col("duration_ns").sum().over("row")).clip(0, 1).fill_nan(0)
+    nothing = [pl.lit(0, pl.Int64).alias(name) for name in ("least_ns", "good_ns")]
+    return work.select("event", "duration_ns", row).with_columns(
+        (pl.col("duration_ns") * left).floor().cast(pl.Int64).alias("ns"), *nothing
+    )
 
 
 def _largest(ops: pl.DataFrame, steps: pl.DataFrame, num_steps: int) -> pl.DataFrame:

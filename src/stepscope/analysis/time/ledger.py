@@ -23,6 +23,7 @@ ROWS = {
     "cpu_products": (WORK, "Products, convolutions and attention on the CPU. The least time they need is unknown."),
     "cpu_ops": (WORK, "Other ops on the CPU. The least time they need is unknown."),
     "cpu_data": (LOSS, "The step waits for its batch."),
+    "cpu_between": (LOSS, "Host work between steps, without a DataLoader: batches, metrics, averages of weights."),
     "cpu_outside": (LOSS, "What the script does outside of data, passes and optimizer: metrics, copies, clipping."),
     "cpu_python": (LOSS, "No op is running: Python code of the script and its libraries."),
     "slow_products": (LOSS, "Products, convolutions and attention that are slower than good kernels."),
@@ -57,6 +58,8 @@ _ADAM, _ADAM_PASSES = "adam", 7
 
 @dataclass(frozen=True)
 class LedgerRow:
+    """An owner of a part of the step."""
+
     id: str  # one of `ROWS`
     kind: str  # `limit`, `rates` (what good kernels leave), `work` (without a known limit), `loss` or `unknown`
     ns: float  # per step; negative only for a disagreement
@@ -76,6 +79,8 @@ class Ledger:
     largest_ops: pl.DataFrame | None = None
     """On a CPU, where the least time of ops is unknown: those that take most of a traced step, by where they are
     called."""
+    largest_lines: pl.DataFrame | None = None
+    """On a CPU, the lines of the script that take most of a step, each with the backward of its ops."""
 
     @property
     def step_ns(self) -> float:
@@ -101,7 +106,7 @@ class Ledger:
     def limit_share(self) -> float | None:
         """The least time ÷ the step; None if most of the GPU's work has an unknown one."""
         busy = self.events["ns"].sum() or 0
-        is_known = busy and self.parts.get("unknown_work", 0) < busy / 2
+        is_known = busy and not self.is_of_cpu and self.parts.get("unknown_work", 0) < busy / 2
         return self.per_step_ns(LIMIT) / self.step_ns if is_known and self.total_ns else None
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +115,8 @@ class Ledger:
             for row in self.rows
         ]
         found = {"step_ms": self.step_ns / 1e6, "limit_share": self.limit_share, "rows": rows}
-        return found if self.largest_ops is None else {**found, "largest_ops": self.largest_ops.to_dicts()}
+        tables = {"largest_ops": self.largest_ops, "largest_lines": self.largest_lines}
+        return found | {name: table.to_dicts() for name, table in tables.items() if table is not None}
 
 
 @dataclass(frozen=True)

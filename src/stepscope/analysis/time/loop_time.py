@@ -48,6 +48,8 @@ NOT_DRAINED = "up to {} batches had been prefetched: more steps would show wheth
 
 @dataclass(frozen=True)
 class LoopRow:
+    """An owner of a part of the loop's time."""
+
     name: str
     """`training`, `data`, `evaluation`, `rollout`, `checkpoint`, `logging`, `garbage collection`, `warm-up` (what the
     first steps took longer), `measuring` (Stepscope's own work and what probed steps took longer), `other` (what
@@ -60,6 +62,8 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class LoopTime:
+    """Where the wall-clock time of a training loop goes."""
+
     wall_ns: int  # from the beginning of the first step, or what led to it, to the end of the last
     num_steps: int
     rows: tuple[LoopRow, ...]  # add up to `wall_ns`
@@ -140,8 +144,8 @@ def _other_steps(
     before, after = (fmean([_step_only_ns(s, on_device) for s in some]) for some in (earlier, measured))
     if abs(before - after) <= MEANS_DIFFER * after:
         return None
-    ratio = f"{before / after:.2f} times as long"
-    return f"the {plural(len(earlier), 'step')} before took {ratio}: only the last {num} are measured"
+    # Measuring begins at or after the change: which step that was is for drift to say.
+    return f"earlier steps took {before / after:.2f} times as long on average: only the last {num} are measured"
 
 
 def _undisturbed(recording: Recording) -> list[StepSample]:

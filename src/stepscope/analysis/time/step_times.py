@@ -23,6 +23,8 @@ _MOST_TRIED = 8
 
 @dataclass(frozen=True)
 class SlowSteps:
+    """Slow steps at regular distances."""
+
     num_steps: int  # steps examined
     median_ns: float
     slow: tuple[tuple[int, int], ...]  # the slow steps: number and duration
@@ -142,6 +144,8 @@ _MOST_BINS = 12
 
 @dataclass(frozen=True)
 class TimedStep:
+    """A step and its time on one clock."""
+
     sample: StepSample
     clock: str  # `device` (between CUDA events) or `host`
     step_ns: int
@@ -150,6 +154,8 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Outlier:
+    """A step that took much longer than the others."""
+
     step: TimedStep
     excess_ns: float  # above the median of the compared steps
     phase: str | None  # the phase that grew most over its median; None if phases were not measured
@@ -244,6 +250,8 @@ PASSES = {
 
 @dataclass(frozen=True)
 class WarmUp:
+    """How many first passes are slower than the rest."""
+
     what: str  # A name in PASSES
     num_warmup: int
     time: Distribution  # nanoseconds of the passes after the warm-up

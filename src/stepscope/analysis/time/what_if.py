@@ -56,6 +56,14 @@ def stretches(spans: pl.DataFrame, factor: float = 0.0) -> pl.DataFrame:
     return union(spans.select("start_ns", "end_ns")).with_columns(pl.lit(factor, pl.Float64).alias("factor"))
 
 
+def spared_ns(change: Change) -> float:
+    """Return the host time that a change spares, as traced."""
+    if change.host is None or change.host.is_empty():
+        return 0.0
+    length = (pl.col("end_ns") - pl.col("start_ns")) * (1 - pl.col("factor"))
+    return float(change.host.select(length.sum()).item())
+
+
 def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
     """Return the spans of the highest ops and calls all of whose GPU work is removed."""
     above, is_op = linked.above, linked.is_op

@@ -11,7 +11,7 @@ from stepscope.document.model import Fact, Facts, Missing, Part, Text
 from stepscope.document.sections.many_ranks import numbers
 from stepscope.document.sections.time import STEP_SOURCES, gpu_time_parts, step_parts_of_summary, step_parts_of_trace
 from stepscope.document.tables import known, mapping
-from stepscope.document.trace_facts import caveats, trace_facts
+from stepscope.document.trace_facts import not_attributed, trace_facts, warnings
 from stepscope.errors import Unavailable
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.formatting import duration, percent, plural, size
@@ -29,7 +29,7 @@ def parts(session: Session, diagnosis: Diagnosis) -> tuple[Part, ...]:
         figures, measurement, environment = card.figures, card.measurement, _environment(session)
         chart, *tables = step_parts_of_summary(session.summary)
     else:
-        figures = (*_trace_steps(session, diagnosis), *trace_facts(session.analysis))
+        figures = (*_trace_steps(session, diagnosis), *warnings(session.analysis), *trace_facts(session.analysis))
         measurement, environment = tuple(_trace_measurement(session)), _trace_environment(session)
         chart, *tables = step_parts_of_trace(session.analysis.ranks[0])
     every: list[Part] = [Facts(figures), chart]
@@ -65,7 +65,7 @@ def _trace_measurement(session: Session) -> Iterator[Fact]:
     yield Fact("overhead", "unknown", "`stepscope run` also times steps without the profiler")
     if session.analysis.ranks[0].is_cut_off:
         yield Fact("cut off", "the file ends early", "GPU events come last and may be missing")
-    yield from caveats(session.analysis)
+    yield from not_attributed(session.analysis)
 
 
 def _environment(session: Session) -> Iterator[Fact]:

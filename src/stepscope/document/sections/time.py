@@ -16,7 +16,7 @@ from stepscope.document.card import how_split
 from stepscope.document.model import Bars, Document, Fact, Facts, Missing, Part, Section, Series, Table, Text
 from stepscope.document.sections import kernels, modules, ranks
 from stepscope.document.tables import columns_of, plain, table_of
-from stepscope.document.trace_facts import caveats, trace_facts
+from stepscope.document.trace_facts import not_attributed, trace_facts, warnings
 from stepscope.document.verdict import trace_verdict
 from stepscope.formatting import duration, plural
 
@@ -133,7 +133,7 @@ def analysis_document(analysis: Analysis, num_rows: int = NUM_ROWS) -> Document:
     parts.append(replace(names, num_shown=num_rows))
     if analysis.across is not None:
         parts.append(ranks.rank_table(analysis.across))
-    if facts := (*trace_facts(analysis), *caveats(analysis)):
+    if facts := (*trace_facts(analysis), *not_attributed(analysis)):
         parts.append(Facts(facts))
     return Document(first.path, trace_verdict(first), (Section("time", "Time", tuple(parts)),))
 
@@ -152,3 +152,4 @@ def _source(analysis: Analysis) -> Iterator[Fact]:
         yield Fact("steps", "none found", "nothing in the trace marks the end of a step")
     if num_ranks > 1:
         yield Fact("rank", f"{first.rank}", "tables without a rank are of this one; --rank selects another")
+    yield from warnings(analysis)

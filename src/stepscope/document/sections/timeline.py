@@ -90,6 +90,8 @@ _MOST_UNITS = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Curve:
+    """Memory over time."""
+
     title: str
     points: pl.DataFrame  # `time` in ticks, `allocated` and `reserved` in units of `unit_bytes`
     unit_bytes: int  # 1, or the smallest power of two with which all values fit into 32 bits

@@ -21,6 +21,8 @@ that are not kept."""
 
 @dataclass(frozen=True)
 class Kept:
+    """Which events a timeline shows."""
+
     is_kept: pl.Series
     steps: list[int]  # steps of which all events are kept
     least_ns: int | None  # the shortest event kept elsewhere; None: no others, or all

@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.analysis.attention.reasons import LARGEST_HEAD, LEAST_CAPABILITY, against_flash, in_words
 from stepscope.analysis.costs.attainable_rates import attention_ns
-from stepscope.findings.rule import Case, Evidence, Finding, one_finding, rule
+from stepscope.findings.rule import Case, Evidence, Finding, on_gpu, one_finding, rule
 from stepscope.findings.rules.memory import alive_bytes, is_worth_bytes
 from stepscope.formatting import plural, size
 
@@ -21,7 +21,7 @@ _FIXES = {
 }  # by what rules out flash attention; the first to change comes first
 
 
-@rule
+@on_gpu
 def attention_backend(case: Case) -> list[Finding]:
     """Does scaled dot-product attention run on a slow backend even though no mask rules out the fast ones?"""
     case.with_shapes(and_dtypes=True)
@@ -82,7 +82,7 @@ def _done_flops(case: Case, row: dict[str, Any]) -> int:
     return int(row["full_flops"]) * (2 * has_forward + 5 * has_backward) // 7
 
 
-@rule
+@on_gpu
 def attention_mask(case: Case) -> list[Finding]:
     """Does a mask keep scaled dot-product attention from its fastest kernels?"""
     case.with_shapes(and_dtypes=True)

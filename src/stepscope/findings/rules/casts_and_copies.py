@@ -5,7 +5,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, attention_ns, gemm_ns, traffic_ns
 from stepscope.analysis.costs.op_costs import parsed_list
 from stepscope.analysis.precision.casts import repeated
-from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, on_gpu, one_finding, rule
 from stepscope.findings.rules.matrix_products import gemm_calls
 from stepscope.formatting import duration, plural
 
@@ -14,7 +14,7 @@ _LOW_TEXT = r"c10::(BFloat16|Half)"
 _WIDER = 2.0  # float32 tensors have twice the bytes
 
 
-@rule
+@on_gpu
 def autocast_cost(case: Case) -> list[Finding]:
     """Do autocast's casts cost more than lower precision saves?"""
     case.with_shapes(and_dtypes=True)

@@ -4,18 +4,20 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.costs.attainable_rates import BANDWIDTH_SHARE, GEMM_SHARE
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.analysis.kernels.extra_work import recomputed
+from stepscope.analysis.structure.modules import MODULE_PREFIX
 from stepscope.analysis.time.cpu_ledger import DATA, PRODUCTS, TRAINING
 from stepscope.errors import ABOUT_CPUS, if_available
-from stepscope.findings.op_work import clean_factor, op_work
+from stepscope.findings.op_lines import outside_text
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, safe, size, whole_percent
 from stepscope.session.case import WORTH_WITHOUT_GPU
 
-_SHORT_NS = 20_000
+_SHORT_NS = 100_000
 _SHORT_SHARE = 0.3
+_LEAST_CALLS = 16  # of a module per step; fewer are the layers of a model
 _PRODUCT_SHARE = 0.3
 _EMULATED_SHARE = 2 / 3  # of the time of products in bfloat16: what float32 saves without instructions for it
 _RUNNING = ("slow_steps", "cpu_products", "cpu_ops")  # time without any op may be a sleep
@@ -167,7 +169,8 @@ def outside_passes(case: Case) -> list[Finding]:
     most = f", mostly {safe(table['name'][0], 60)}" if table.height else ""
     parts = f"{whole_percent(op_share)} of that is in ops{most}" if op_share >= 0.5 else "most of that is Python code"
     return one_finding(
-        sentence=f"Outside of its data, passes and optimizer, the script spends {case.cost_text(lost_ns)}: {parts}.",
+        sentence=f"Outside of its data, passes and optimizer, the script spends {case.cost_text(lost_ns)}: {parts}."
+        f"{outside_text(case, lost_ns / 10)}",
         fix="do it every N steps: metrics, histograms, copies and averages of weights; clip with foreach=True",
         saving_ns=lost_ns,
         rows=("cpu_outside",),
@@ -187,8 +190,9 @@ def by_name(ops: pl.DataFrame, num_steps: int) -> pl.DataFrame:
 
 def recomputed_on_cpu(case: Case) -> list[Finding]:
     """Return the finding of `checkpointing_with_free_memory` for a recording on a CPU."""
-    again = case.within(recomputed(case.linked, op_work(case, needs_shapes=True).table))
-    spent_ns = case.total_ns(again, LENGTH) * clean_factor(case)
+    case.with_shapes()
+    again = case.within(case.recomputed)
+    spent_ns = case.total_ns(again, LENGTH) * case.clean_share
     if spent_ns < WORTH_WITHOUT_GPU * case.step_ns:
         return []
     if (free := case.run.tracks.get("available_bytes")) is None:
@@ -217,23 +221,58 @@ def recomputed_on_cpu(case: Case) -> list[Finding]:
 def small_cpu_ops(case: Case) -> list[Finding]:
     """On a CPU: does the step consist of ops so short that calling them costs more than their work?"""
     _flags(case)
-    ops, total_ns = ops_of_steps(case)
-    short = ops.filter(pl.col("self_ns") < _SHORT_NS)
-    short_ns = float(short["self_ns"].sum())
-    share = short_ns / total_ns
-    if share < _SHORT_SHARE:
+    ops = case.within(ops_of_steps(case)[0])
+    work = case.work.select(pl.col("call").alias("row"), least_ns(case))
+    keys = ("name", "shapes")
+    # By the middle of calls that are alike: a call that was interrupted is not long.
+    ops = ops.join(work, on="row", how="left", maintain_order="left").with_columns(
+        pl.col("self_ns").median().over(keys).alias("usual_ns"), pl.col("least_ns").fill_null(0.0) / case.clean_share
+    )
+    short = ops.filter(pl.col("usual_ns") < _SHORT_NS, 2 * pl.col("least_ns") < pl.col("usual_ns"))
+    overhead_ns = float((short["self_ns"] - short["least_ns"]).sum()) * case.clean_share / case.num_steps
+    if overhead_ns < _SHORT_SHARE * case.step_ns:
         return []
-    num_steps = case.linked.steps.num
+    name, num_calls = _most_called(case, short)
+    again = f" Most of them are in {safe(name, 60)}, which runs {num_calls:,.0f} times per step." if name else ""
+    fix = "a larger batch_size: these ops hardly take longer; torch.optim.AdamW(..., fused=True); or "
+    if name:
+        fix = (
+            f"call {safe(name, 60)} once for all samples or time steps (nn.LSTM instead of a loop over nn.LSTMCell); "
+        )
     return one_finding(
-        sentence=f"{plural(short.height / num_steps, 'op')} per step are shorter than {duration(_SHORT_NS, 3)} and "
-        f"take {case.cost_text(share * case.step_ns)}: calling them costs more than what they compute.",
-        fix="a larger batch_size: these ops hardly take longer; torch.optim.AdamW(..., foreach=True); or "
-        "torch.compile(model), which fuses them",
-        saving_ns=share * case.step_ns,
-        rows=("cpu_ops", "cpu_python", "cpu_products", "cpu_outside"),
+        sentence=f"{case.number_text(short, 'op')} per step take "
+        f"{case.cost_text(case.total_ns(short, _SELF) * case.clean_share)}, and their work needs only a part of it: "
+        f"calling them costs {duration(overhead_ns, 3)}.{again}",
+        fix=f"{fix}torch.compile(model), which fuses them",
+        saving_ns=overhead_ns,
+        rows=("cpu_ops", "cpu_python", "cpu_products", "cpu_outside", "cpu_between"),
         upper_bound=True,
-        derived="their share of the traced steps, of a clean step; the work in them remains",
+        derived="their time beyond what their FLOPs and bytes take at the rates of the trace's fast ops; some of it "
+        "remains",
         confidence="medium",
         falsified_by="double the batch; the finding is wrong if the step takes twice as long",
-        evidence=(Evidence("short ops", by_name(short, num_steps).head(8).to_dicts()),),
+        evidence=(Evidence("short ops", by_name(short, case.num_steps).head(8).to_dicts()),),
     )
+
+
+_SELF = pl.col("self_ns").alias("duration_ns")
+
+
+def least_ns(case: Case) -> pl.Expr:
+    """Return what each op's work takes at the rates of the trace's fast ops: its FLOPs, or else its bytes."""
+    peaks = {dtype: peak * GEMM_SHARE / 1e9 for dtype, peak in case.device.peak_flops.items()}
+    rate = pl.col("peak_dtype").replace_strict(peaks, default=None, return_dtype=pl.Float64)
+    moving = pl.col("bytes") / (case.device.bandwidth_bytes_per_s * BANDWIDTH_SHARE / 1e9)
+    return pl.when(pl.col("flops") > 0).then(pl.col("flops") / rate).otherwise(moving).alias("least_ns")
+
+
+def _most_called(case: Case, ops: pl.DataFrame) -> tuple[str | None, float]:
+    """Return the outermost module that runs again and again and has most of some ops, and its calls per step."""
+    labels = case.within(case.linked.host.filter(pl.col("name").cast(pl.String).str.starts_with(MODULE_PREFIX)))
+    names = labels["name"].cast(pl.String).str.strip_prefix(MODULE_PREFIX)
+    counts = names.value_counts(name="num").rows()
+    often = {name: num / case.num_steps for name, num in counts if num >= _LEAST_CALLS * case.num_steps}
+    modules = ops["module"].cast(pl.String)
+    inside = {name: ((modules == name) | modules.str.starts_with(f"{name}.")).sum() or 0 for name in often}
+    name = max(sorted(often), key=lambda one: (inside[one], -len(one)), default=None)
+    return (name, often[name]) if name and 2 * inside[name] > ops.height else (None, 0.0)

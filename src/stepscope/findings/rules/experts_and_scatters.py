@@ -9,7 +9,7 @@ from stepscope.analysis.costs.attainable_rates import scatter_ns, traffic_ns
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, op_tensors, operands
 from stepscope.analysis.kernels.product_loops import Looped, Padded, looped_experts, padded_experts, routers
-from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, rule
+from stepscope.findings.rule import Case, Change, Evidence, Finding, on_gpu, one_finding
 from stepscope.formatting import plural, size, whole_percent
 
 _UNEVEN = 4.0  # the busiest expert's tokens over the mean; a balanced router stays below 2
@@ -19,7 +19,7 @@ _DROPPED_SHARE = 0.05
 _BALANCE = "loss = loss + 0.01 * num_experts * (share_of_tokens * mean_router_probability).sum()"
 
 
-@rule
+@on_gpu
 def expert_imbalance(case: Case) -> list[Finding]:
     """Are experts loaded so unevenly that padding is computed or tokens are dropped?
 
@@ -151,7 +151,7 @@ _FIXES = {
 }
 
 
-@rule
+@on_gpu
 def serialized_scatter(case: Case) -> list[Finding]:
     """Does a scatter, such as the backward of advanced indexing, take far longer than its bytes explain?"""
     case.with_shapes()

@@ -24,7 +24,9 @@ def fusible(case: Case) -> tuple[pl.DataFrame, Saving]:
     """Return the runs of work that are not compiled and could be one pass over memory, and what that saves."""
     case.with_shapes(and_dtypes=True)
     can_fuse = ~pl.col("is_compiled") & (pl.col("num_kernels") > 1) & (pl.col("fused_ns") < pl.col("duration_ns"))
-    found = case.segments.filter(can_fuse)
+    # On a CPU, ops outside of the passes are the script's own: compiling the model does not touch them.
+    is_of_model = pl.lit(not case.is_on_cpu) | pl.col("phase").is_in(["forward", "backward"])
+    found = case.segments.filter(can_fuse, is_of_model)
     durations = dict(found.select("last", "fused_ns").iter_rows())
     events = found["events"].explode()
     gone = events.filter(~events.is_in(list(durations)))
@@ -48,8 +50,8 @@ def unfused_elementwise(case: Case) -> list[Finding]:
     compiled = case.work["is_compiled"].any()
     return one_finding(
         sentence=f"{'Only a part of the step' if compiled else 'Nothing in this step'} is compiled. "
-        f"{plural(num_kernels, 'elementwise kernel')} per step, with norms, casts and reductions among them, take "
-        f"{case.cost_text(total_ns)}; fused they would take {duration(left_ns, 3)}. The longest run, over "
+        f"{plural(num_kernels, f'elementwise {case.unit}')} per step, with norms, casts and reductions among them, "
+        f"take {case.cost_text(total_ns)}; fused they would take {duration(left_ns, 3)}. The longest run, over "
         f"{list(longest['shape'])}: {_short(longest['ops'])}.",
         fix=_known(found) or "model = torch.compile(model)  # or torch.compile of the function in the evidence",
         saving_ns=saving_ns,
@@ -118,9 +120,10 @@ def unfused_optimizer(case: Case) -> list[Finding]:
     work = bytes_text if moved else f"takes {whole_percent(_LEFT_OF_DEVICE)} of their time"
     return one_finding(
         sentence=f"The optimizer updates parameters {how}: "
-        f"{plural(launches, 'kernel per step takes', 'kernels per step take')} "
-        f"{duration(case.total_ns(host, LENGTH), 3)} of host time (under the profiler) and {duration(device_ns, 3)} "
-        f"of GPU time. A fused optimizer takes {duration(fused_ns, 3)}.",
+        f"{case.number_text(own, 'kernel per step takes', 'kernels per step take')} "
+        f"{duration(case.total_ns(host, LENGTH), 3)} of host time (under the profiler)"
+        f"{'' if case.is_on_cpu else f' and {duration(device_ns, 3)} of GPU time'}. "
+        f"A fused optimizer takes {duration(fused_ns, 3)}.",
         fix=_fix(case),
         saving_ns=saving_ns,
         derived=f"the step replayed with one kernel that {work}, and with {whole_percent(_LEFT_OF_HOST)} of the "
@@ -178,8 +181,8 @@ def parameter_loop(case: Case) -> list[Finding]:
     names = ", ".join(op.removeprefix("aten::") for op in table["op"].head(3))
     return one_finding(
         sentence=f"A Python loop between backward and forward calls {names} for one tensor after the other: "
-        f"{case.number_text(looped, 'kernel')} per step take {case.cost_text(looped)} on the GPU, and longer to "
-        "launch.",
+        f"{case.number_text(looped, 'kernel')} per step take {case.cost_text(looped)}"
+        f"{', and longer to call' if case.is_on_cpu else ' on the GPU, and longer to launch'}.",
         fix=f"{_FOREACH}{str(table['op'][0]).removeprefix('aten::')}",
         saving_ns=saving_ns,
         derived="the step replayed with one kernel per op, which moves the same bytes at 85 % of the device's "

@@ -6,7 +6,7 @@ from stepscope.analysis.kernels.kernels import launches
 from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.analysis.structure.intervals import complement, intersect
 from stepscope.analysis.time.stalls import STALL_NS, quiet_stretches
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, on_gpu, one_finding, stretches
 from stepscope.findings.rules.waits import host_work, place, starts_within
 from stepscope.formatting import duration, plural, size
 from stepscope.session.places import places_without_work
@@ -16,7 +16,7 @@ _GRAPH_LAUNCH = 0.02  # of the host's time is left when it launches graphs
 _LAUNCHING = ["launch", "python"]  # causes of GPU idle time, see analysis/time/idle_causes.py
 
 
-@rule
+@on_gpu
 def launch_bound(case: Case) -> list[Finding]:
     """Does the GPU wait for the host to launch kernels?
 
@@ -67,7 +67,7 @@ _BUSY_SHARE = 0.9
 _FREE_SHARE = 0.5
 
 
-@rule
+@on_gpu
 def small_batch(case: Case) -> list[Finding]:
     """Is the batch so small that kernels would take no longer with more data?"""
     kernels = case.work.filter(pl.col("kind") == "kernel", pl.col("activity").cast(pl.String) != "communication")
@@ -108,7 +108,7 @@ def small_batch(case: Case) -> list[Finding]:
 _LEAST_SHARE_OF_STEPS = 0.5  # an occasional checkpoint is intended
 
 
-@rule
+@on_gpu
 def host_stall(case: Case) -> list[Finding]:
     """Does the host pause within each step: logging, checkpoints, garbage collection?"""
     if case.work.is_empty():

@@ -6,7 +6,7 @@ from stepscope.analysis.costs.attainable_rates import NORM_SHARE, product_share
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.structure.nesting import with_answers
-from stepscope.findings.rule import Case, Evidence, Finding, one_finding, rule
+from stepscope.findings.rule import Case, Evidence, Finding, on_gpu, one_finding
 from stepscope.formatting import duration
 
 _BATCH_NORMS = r"batch_norm"
@@ -14,7 +14,7 @@ _GROUP_NORMS = r"native_group_norm|native_layer_norm"
 _LEAST_RANK = 4
 
 
-@rule
+@on_gpu
 def memory_layout(case: Case) -> list[Finding]:
     """Do convolutions run on NCHW tensors, although tensor cores want channels last?"""
     case.with_shapes(and_dtypes=True)

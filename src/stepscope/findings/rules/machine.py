@@ -154,7 +154,9 @@ def impossible_mfu(case: Case) -> list[Finding]:
 
 def _of_the_step(case: Case) -> list[Finding]:
     summary = case.summary
-    if summary.flops is None or (summary.mfu is None and summary.hfu is None):
+    if summary.flops is None:
+        raise Unavailable("The step's FLOPs were not counted: the run ended before that, or with --no-memory.")
+    if summary.mfu is None and summary.hfu is None:
         name = (case.recording.facts.get("environment") or {}).get("device_name")
         raise Unavailable(f"The peak of {name} is unknown. Measure it with `stepscope doctor --measure`.")
     shares = {"MFU": summary.mfu, "HFU": summary.hfu}

@@ -9,7 +9,7 @@ from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.product_loops import product_loops, tiled_products
 from stepscope.analysis.structure.once import once
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, on_gpu, one_finding, rule
 from stepscope.formatting import plural, whole_percent
 
 LOADED_BYTES = 16  # tensor cores load operands in units of this
@@ -95,7 +95,7 @@ _FASTER = {
 }  # faster formats with their names and fixes; the one that changes least comes first
 
 
-@rule
+@on_gpu
 def fp32_matmul(case: Case) -> list[Finding]:
     """Do matrix products run in float32 where tensor cores would be faster?
 
@@ -137,7 +137,7 @@ def fp32_matmul(case: Case) -> list[Finding]:
 _PADDED_BYTES = 8  # Inductor pads products whose dimensions are not a multiple of this
 
 
-@rule
+@on_gpu
 def misaligned_gemm(case: Case) -> list[Finding]:
     """Are matrix products slow because a dimension is not a multiple of what tensor cores load?"""
     peaks = case.device.peak_flops
@@ -189,7 +189,7 @@ def small_gemms(case: Case) -> list[Finding]:
     if turns.is_empty():
         return []
     num_processors = case.device.num_processors
-    if num_processors is None:
+    if num_processors is None and not case.is_on_cpu:
         raise Unavailable(f"The number of SMs of {case.device.name} is unknown.")
     sizes = products.drop("phase", "op", "duration_ns", "step", "root")
     turns = turns.join(sizes, on="event", how="left", maintain_order="left").with_columns(
@@ -203,7 +203,8 @@ def small_gemms(case: Case) -> list[Finding]:
             continue
         together_ns, dtype = float(part["duration_ns"].sum()), part["peak_dtype"][0]
         # One kernel for all iterations is faster if they did not fill the GPU.
-        if part["mean_tiles"][0] < _LEAST_FILL * num_processors and dtype in case.device.peak_flops:
+        is_small = num_processors is None or part["mean_tiles"][0] < _LEAST_FILL * num_processors
+        if is_small and dtype in case.device.peak_flops:
             expected_ns = gemm_ns(case.device, dtype, int(part["flops"].sum()), int(part["bytes"].sum()))
             together_ns = min(together_ns, expected_ns)
         durations[part["event"][0]] = together_ns
@@ -212,18 +213,23 @@ def small_gemms(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     every = turns.filter(pl.col("num_tiles").is_not_null())
-    fill = float(every["num_tiles"].mean() or 0.0) / num_processors  # type: ignore[arg-type]  # numbers
+    fill = ""
+    if num_processors is not None:
+        share = float(every["num_tiles"].mean() or 0.0) / num_processors  # type: ignore[arg-type]  # numbers
+        fill = f", each with tiles for {whole_percent(share)} of the GPU's {num_processors} SMs"
     tflops = float(every["flops"].sum()) / max(1, int(every["duration_ns"].sum())) / 1e3
     num_loops = every["loop"].n_unique() / case.num_steps
     varies = every.filter(pl.col("phase").ne_missing("backward"))["num_rows"].n_unique() > 1
     means = [pl.col("num_rows", "inner", "num_columns", "num_tiles").mean().round().cast(pl.Int64)]
     table = case.grouped(every, "num_calls", "op", "phase", "place", "ordinal", more=means).drop("place", "ordinal")
+    digits = ".3f" if case.is_on_cpu else ".0f"
     loops = "loop causes" if num_loops == 1 else "loops cause"
     return one_finding(
         sentence=f"{case.number_text(every, 'matrix product')} per step run one after the other in "
-        f"{plural(num_loops, 'loop')}, each with tiles for {whole_percent(fill)} of the GPU's {num_processors} SMs. "
-        f"They take {case.cost_text(every)} at {tflops:.0f} TFLOP/s. With the other work in it, the {loops} "
-        f"{turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches per step.",
+        f"{plural(num_loops, 'loop')}{fill}. "
+        f"They take {case.cost_text(every)} at {tflops:{digits}} TFLOP/s. With the other work in it, the {loops} "
+        f"{turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} "
+        f"{'ops' if case.is_on_cpu else 'launches'} per step.",
         fix=f"{_GROUPED if varies else _BATCHED}  # one product for the whole loop",
         saving_ns=saving_ns,
         upper_bound=True,

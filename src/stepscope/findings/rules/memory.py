@@ -8,7 +8,7 @@ from stepscope.analysis.costs.attainable_rates import loss_ns
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.errors import if_available
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, on_gpu, one_finding, rule, stretches
 from stepscope.findings.rules.cpu import recomputed_on_cpu
 from stepscope.formatting import plural, size, whole_percent
 
@@ -157,7 +157,7 @@ def checkpointing_with_free_memory(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     peak_bytes = case.memory.peak_bytes
-    more_bytes = int(again["allocated_bytes"].sum()) // case.num_steps
+    more_bytes = int(again["allocated_bytes"].sum()) // case.num_steps or _not_kept(case)
     if not more_bytes:
         raise Unavailable("The size of the recomputed tensors is unknown. Profile with profile_memory=True.")
     usable = int((case.device.visible_bytes or case.device.memory_bytes) * _USABLE_SHARE)
@@ -168,8 +168,7 @@ def checkpointing_with_free_memory(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns * share):
         return []
     allocated = pl.col("allocated_bytes").sum() / case.num_steps
-    table = case.grouped(again, "num_calls", "name", more=[allocated])
-    table = table.select("name", "num_calls", "duration_ns", "allocated_bytes")
+    table = case.grouped(again, "num_calls", "name", more=[allocated] if again["allocated_bytes"].sum() else [])
     part = of_it = ""
     if share < 1:
         part = f" for about {whole_percent(share)} of the layers"
@@ -187,6 +186,15 @@ def checkpointing_with_free_memory(case: Case) -> list[Finding]:
         places=case.places(events),
         evidence=(Evidence("recomputed ops", table.head(8).to_dicts()),),
     )
+
+
+def _not_kept(case: Case) -> int:
+    """Return the bytes that the forward makes and does not keep, as what is recomputed is; 0 if unknown."""
+    window = case.allocations
+    if window.get("num_dropped"):
+        return 0
+    wanted = {"device": window["device"], "owner": "temporary", "phase": "forward"}
+    return sum(each["bytes"] for each in window["allocations"] if wanted.items() <= each.items())
 
 
 _FRAGMENTED_SHARE = 0.2  # of reserved memory unused at the peak; less is normal for the allocator
@@ -321,7 +329,7 @@ def _graphs(memory: Account) -> tuple[Evidence, ...]:
     return (Evidence("graphs of earlier steps", rows),) if rows else ()
 
 
-@rule
+@on_gpu
 def allocator_churn(case: Case) -> list[Finding]:
     """Is memory allocated from the driver and returned to it in every step?"""
     retries = retries_of(case)

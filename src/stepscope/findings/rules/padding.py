@@ -29,7 +29,10 @@ def padding(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     if is_batch:
-        fix = "pad each batch to its own longest text, in the collate_fn: pad_sequence(texts, batch_first=True)"
+        fix = (
+            "pad each batch to its own longest text, in the collate_fn: pad_sequence(texts, batch_first=True); in "
+            "transformers: no padding in the tokenizer, and data_collator=DataCollatorWithPadding(tokenizer)"
+        )
         derived = f"all work of forward and backward at {whole_percent(share)} of its positions, attention squared"
     else:
         fix = "batch texts of similar length (sort by length), or pack several into one row with a block mask"

@@ -90,6 +90,8 @@ def stragglers(case: Case) -> list[Finding]:
     """Do all ranks wait for one slow rank, or for a slow network?"""
     across = case.across
     calls = across.stragglers.calls
+    if calls.is_empty() and not case.has_gpu_work:
+        raise Unavailable("gloo's collectives are not compared. Look at each rank: `stepscope diagnose --rank 1`.")
     if calls.is_empty():
         raise Unavailable(
             "No collective was found on several ranks. The traces of all ranks must be of the same steps."

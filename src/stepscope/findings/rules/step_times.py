@@ -1,18 +1,22 @@
 """Rules about the loop: waiting for data, time between steps, slow steps, steps of a warm-up."""
 
+import shlex
+from typing import Any
+
 import polars as pl
 
+from stepscope.analysis.structure.intervals import length_ns, union
+from stepscope.analysis.structure.nesting import python_callers
 from stepscope.analysis.time.cpu_ledger import TRAINING
 from stepscope.analysis.time.stalls import MANY_OPS
-from stepscope.analysis.time.step_times import settling, slow_steps
-from stepscope.errors import if_available
+from stepscope.errors import ABOUT_CPUS, if_available
+from stepscope.findings.op_lines import outside_text
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.findings.rules.cpu import by_name, ops_of_steps
-from stepscope.formatting import duration, plural, safe
+from stepscope.formatting import duration, plural, safe, whole_percent
 from stepscope.session.case import WORTH_SHARE, WORTH_WITHOUT_GPU
 
 _FIX = "DataLoader(dataset, num_workers=4, pin_memory=True, persistent_workers=True)  # one worker per spare core"
-_NO_LOADER = "spends {} between a step and the next forward, without a DataLoader: on its batch, or on other code"
 _CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"
 
 
@@ -82,7 +86,7 @@ def _in_trace(case: Case) -> list[Finding]:
     )
 
 
-def _in_samples(case: Case) -> list[Finding]:
+def _in_samples(case: Case, is_named: bool = True) -> list[Finding]:
     """Return the finding from the phases of the clean steps, if there is no trace of GPU work."""
     summary = case.summary
     phase = next((phase for phase in summary.phases if phase.name == "data"), None)
@@ -90,25 +94,26 @@ def _in_samples(case: Case) -> list[Finding]:
         raise Unavailable("The recording has no clean steps: it ended during warm-up.")
     # On a GPU, only the time between its events counts: data that arrives while it works costs nothing.
     waited_ns = phase.host_ns if phase.device_ns is None else phase.device_ns
+    if phase.device_ns is None and summary.counters is not None and (busy := summary.counters.gpu_busy_share):
+        waited_ns = min(waited_ns, (1 - busy.mean) * case.step_ns)  # the host may wait for the GPU, as a copy does
     if waited_ns < (WORTH_WITHOUT_GPU if phase.device_ns is None else WORTH_SHARE) * case.step_ns:
         return []
-    what = "waits {} for the DataLoader" if summary.data_is_named else _NO_LOADER
-    fix = loader = _loader_fix(case, waited_ns)
-    if not summary.data_is_named:
-        fix = f'with stepscope.phase("data"): around what makes the batch, to know; if it is that: {loader}'
+    if is_named != summary.data_is_named:
+        return []
+    loader = _loader_fix(case, waited_ns)
     rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
-    if (preparing := if_available(lambda: _preparing(case))) is not None:
-        what = f"spends {{}} on preparing its batch in ops, mostly {preparing}"
-        fix = f"do it once before training, or in workers, in the dataset or the collate_fn: {loader}"
+    if not is_named:
+        return _beside(case, waited_ns, loader, rows)
+    preparing = if_available(lambda: _preparing(case))
+    slow = f", which has no workers and spends most of it in {preparing}" if preparing is not None else ""
     return one_finding(
-        sentence=f"Training {what.format(case.cost_text(waited_ns))}, on average over the typical steps "
-        f"among {summary.num_clean} clean ones.",
-        fix=fix,
+        sentence=f"Training waits {case.cost_text(waited_ns)} for the DataLoader{slow}, on average over the "
+        f"typical steps among {summary.num_clean} clean ones.",
+        fix=loader,
         saving_ns=waited_ns,
         rows=("cpu_data", "idle_data"),
         upper_bound=True,
         derived="the mean of the data phase; workers that share the CPU with training hide less of it",
-        confidence="high" if summary.data_is_named else "medium",
         falsified_by=_CHECK,
         evidence=(Evidence("a typical step by phase", rows),),
     )
@@ -116,7 +121,8 @@ def _in_samples(case: Case) -> list[Finding]:
 
 def _preparing(case: Case) -> str | None:
     """Return the op with most of the time before the forward, if ops and not a wait fill it on the traced CPU."""
-    if not case.is_on_cpu or case.summary.data_is_named:
+    has_workers = (case.recording.facts.get("loader") or {}).get("num_workers") != 0
+    if not case.is_on_cpu or has_workers:
         return None
     is_before = ~pl.col("phase").cast(pl.String).is_in(TRAINING)
     ops, _ = ops_of_steps(case)
@@ -124,6 +130,57 @@ def _preparing(case: Case) -> str | None:
     phases = case.linked.steps.phases.filter(is_before)
     traced_ns = float((phases["end_ns"] - phases["start_ns"]).sum()) / case.num_steps
     return safe(spent["name"][0], 60) if 2 * float(spent["duration_ns"].sum()) > traced_ns > 0 else None
+
+
+@rule
+def host_work_between_steps(case: Case) -> list[Finding]:
+    """Does the script work between a step and the next forward, in a loop without a DataLoader?"""
+    if case.recording and case.has_gpu_work:  # `waiting_for_data` and `host_stall` look at what the GPU waits for
+        raise Unavailable(ABOUT_CPUS)
+    return _in_samples(case, is_named=False)
+
+
+def _beside(case: Case, spent_ns: float, loader: str, rows: list[dict[str, Any]]) -> list[Finding]:
+    """Return the finding about a loop without a DataLoader: what of it makes the batch is not known."""
+    found = if_available(lambda: _between(case))
+    parts, tables = found if found is not None else ("", [])
+    return one_finding(
+        sentence=f"Host work between steps takes {case.cost_text(spent_ns)}: from the end of a step to the next "
+        f"forward, without a DataLoader{parts}.{outside_text(case, spent_ns / 10)}",
+        fix="metrics, histograms and averages of weights every N steps; what makes the batch: once before training, "
+        f'or in workers ({loader}). `with stepscope.phase("data"):` around it tells one from the other',
+        saving_ns=spent_ns,
+        rows=("cpu_between", "idle_data"),
+        upper_bound=True,
+        derived="all of that time, on average over the typical clean steps; what training needs of it remains",
+        confidence="medium",
+        falsified_by="leave it out of a run; the finding is wrong if the step is not faster",
+        evidence=(*tables, Evidence("a typical step by phase", rows)),
+    )
+
+
+_LEAST_LINE = 0.05  # of the time between steps, for a line of the script to be named
+
+
+def _between(case: Case) -> tuple[str, list[Evidence]]:
+    """Return what the traced time between steps consists of, as text and evidence: ops, and the script's lines."""
+    gaps = case.linked.steps.phases.filter(~pl.col("phase").cast(pl.String).is_in([*TRAINING, "data"]))
+    gaps = case.within(gaps)
+    whole_ns = max(1, length_ns(union(gaps)))
+    host = case.linked.host.filter(pl.col("phase").cast(pl.String) == "other", pl.col("step").is_not_null())
+    host = case.within(host).with_columns(pl.col("name").cast(pl.String))
+    ops = by_name(host.filter(pl.col("kind") == "op"), case.num_steps)
+    share = min(1.0, float(ops["duration_ns"].sum()) * case.num_steps / whole_ns)
+    text = f". {whole_percent(share)} of it is in ops"
+    text += f", mostly {safe(ops['name'][0], 60)}" if ops.height else ""
+    lines = host.with_columns(python_callers(case.linked.host, host["row"])).drop_nulls("caller")
+    spent = lines.group_by("caller").agg(pl.col("self_ns").sum() / case.num_steps)
+    spent = spent.rename({"self_ns": "duration_ns"}).sort("duration_ns", "caller", descending=[True, False])
+    named = spent.filter(pl.col("duration_ns") * case.num_steps >= _LEAST_LINE * whole_ns)
+    if named.height:
+        text += f"; the lines that take it: {', '.join(safe(name, 60) for name in named['caller'].head(3))}"
+    tables = [Evidence("ops between steps", ops.head(8).to_dicts())] if ops.height else []
+    return text, [*([Evidence("lines between steps", spent.head(8).to_dicts())] if spent.height else []), *tables]
 
 
 _BETWEEN_FIXES = {
@@ -166,7 +223,8 @@ def between_steps(case: Case) -> list[Finding]:
                 confidence="high" if row.num > 1 else "medium",
                 falsified_by="leave it out of a run and compare the throughput",
                 evidence=(
-                    Evidence("time between steps", [evidence, *({"place": place} for place in row.places[:3])]),
+                    Evidence("time between steps", [evidence]),
+                    Evidence("places in the script", [{"place": place} for place in row.places[:3]]),
                 ),
             )
         )
@@ -185,6 +243,8 @@ def noisy_steps(case: Case) -> list[Finding]:
     """Is there a slow step at regular intervals, for reasons other than training?"""
     if not case.recording.window("clean"):
         raise Unavailable("The recording has no clean steps: it ended during warm-up.")
+    from stepscope.analysis.time.step_times import slow_steps  # a bare trace does without
+
     found = slow_steps(case.recording)
     if found is None or found.phase not in _NOISE_FIXES or not case.is_worth(found.excess_ns):
         return []
@@ -223,6 +283,8 @@ def first_call(case: Case) -> list[Finding]:
 
 
 def _unsettled(case: Case) -> list[Finding]:
+    from stepscope.analysis.time.step_times import settling
+
     found = settling(case.recording)
     if found is None or not case.is_worth(found.mean_ns - found.settled_ns):
         return []
@@ -234,12 +296,19 @@ def _unsettled(case: Case) -> list[Finding]:
         sentence=f"Of {plural(found.num_steps, 'clean step')}, the first {were} still warming "
         f"up: the first took {duration(found.first_ns, 3)}, those in the second half "
         f"{duration(found.settled_ns, 3)} each. The mean ({duration(found.mean_ns, 3)}) therefore includes warm-up.",
-        fix=f"stepscope run --warmup {num} --clean {max(20, found.num_steps)} train.py",
+        fix=f"stepscope run --warmup {num} --clean {max(20, found.num_steps)} {_script(case)}",
         derived="no time is saved; the times in this recording are too high",
         confidence="medium",
         falsified_by="record with a longer warm-up; the finding is wrong if step times still fall during it",
         evidence=(Evidence("clean steps", [row]),),
     )
+
+
+def _script(case: Case) -> str:
+    """Return the script of a recording with its arguments, as typed after `stepscope run`."""
+    command = case.recording.facts.get("command") or {}
+    words = [str(word) for word in command.get("argv") or ["train.py"]]
+    return safe(shlex.join(["-m", *words] if command.get("module") else words))
 
 
 def _only_step(case: Case) -> list[Finding]:

@@ -9,10 +9,8 @@ import polars as pl
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.structure.modules import MODULE_PREFIX
-from stepscope.findings.op_work import clean_factor, op_work
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import count, plural, whole_percent
-from stepscope.session.case import WORTH_WITHOUT_GPU
 
 _WEIGHT_SHARE = 0.5  # of the products of a backward pass: those for weights; the others are for inputs
 _PRODUCTS = ["gemm", "convolution"]
@@ -28,11 +26,11 @@ def unused_gradients(case: Case) -> list[Finding]:
     unused = sorted(facts["without_optimizer"], key=lambda one: -one["num_parameters"])[:_MOST_MODULES]
     if not unused:
         return []
-    found = op_work(case)
-    work = found.table.with_columns(pl.col("step").alias("of"))
+    table = _named(case.work)
+    work = table.with_columns(pl.col("step").alias("of"))
     if case.is_on_cpu:  # each call of the model, of which a step may have several
         calls = _outermost_calls(case).select("start_ns", pl.col("call").alias("of").cast(pl.Int64))
-        work = found.table.sort("start_ns").join_asof(calls, on="start_ns", check_sortedness=False)
+        work = table.sort("start_ns").join_asof(calls, on="start_ns", check_sortedness=False)
     is_theirs = pl.any_horizontal(_is_inside(one["module"]) for one in unused)
     trained = work.filter(pl.col("phase") == "forward", pl.col("module").is_not_null(), ~is_theirs)
     first_ns = trained.group_by("of").agg(pl.col("start_ns").min().alias("trained_ns"))
@@ -53,8 +51,8 @@ def unused_gradients(case: Case) -> list[Finding]:
             products = backward.filter(pl.col("class").is_in(_PRODUCTS)).select("event", "duration_ns")
             durations |= {event: ns * (1 - _WEIGHT_SHARE) for event, ns in products.iter_rows()}
         rows.append({**one, "is_first": is_first, "backward_ns": case.total_ns(backward)})
-    saving_ns = found.saving_ns(gone, durations)
-    if not rows or not saving_ns:
+    saving_ns = case.saving_ns(case.without(gone, durations))
+    if not rows or not case.is_worth(saving_ns):
         return []
     rows.sort(key=lambda row: -row["backward_ns"])
     names = ", ".join(row["module"] for row in rows[:3])
@@ -65,7 +63,6 @@ def unused_gradients(case: Case) -> list[Finding]:
         f"{names}, but each step computes their gradients: the backward pass there takes {case.cost_text(total_ns)}.",
         fix="with torch.no_grad():  # around its forward" if is_first else f"{names}.requires_grad_(False)",
         saving_ns=saving_ns,
-        rows=found.rows,
         derived="the step without that backward pass"
         if is_first
         else f"the step with {whole_percent(_WEIGHT_SHARE)} of that backward pass's products: gradients "
@@ -79,7 +76,6 @@ def unused_gradients(case: Case) -> list[Finding]:
 @rule
 def forward_without_backward(case: Case) -> list[Finding]:
     """Does a module that is trained also run forward in the same step without a backward pass?"""
-    found = op_work(case)
     calls = _outermost_calls(case)
     if calls.is_empty():
         raise Unavailable("The trace does not mark the calls of modules. Record it with `stepscope run`.")
@@ -94,14 +90,11 @@ def forward_without_backward(case: Case) -> list[Finding]:
     trained = by_call.filter("is_used", ~pl.col("module").is_in(again.implode()))["module"].unique()
     idle = by_call.filter(~pl.col("is_used"), pl.col("module").is_in(trained.implode()))
     if case.is_on_cpu:  # the whole of each call, with its Python code
-        cost_ns = case.total_ns(idle) * clean_factor(case)
-        saving_ns = cost_ns if cost_ns >= WORTH_WITHOUT_GPU * case.step_ns else 0.0
+        cost_ns = saving_ns = case.total_ns(idle) * case.clean_share
     else:
-        rows = idle["row"].explode().implode()
-        events = case.linked.device.filter(pl.col("op").is_in(rows))["event"]
-        work = found.table.filter(pl.col("event").is_in(events.implode()))
-        cost_ns, saving_ns = case.total_ns(work), found.saving_ns(work["event"], {})
-    if not saving_ns:
+        work = case.work.filter(pl.col("call").is_in(idle["row"].explode().implode()))
+        cost_ns, saving_ns = case.total_ns(work), case.saving_ns(case.without(work["event"]))
+    if not case.is_worth(saving_ns):
         return []
     counts = idle.group_by("module").agg((pl.len() / case.num_steps).alias("num_calls")).sort("module").to_dicts()
     names = ", ".join(row["module"] for row in counts[:3])
@@ -111,13 +104,19 @@ def forward_without_backward(case: Case) -> list[Finding]:
         fix="use the outputs of the first forward, such as out.detach() for a metric; or do it every N steps, under "
         "torch.no_grad()",
         saving_ns=saving_ns,
-        rows=found.rows,
+        rows=("cpu_products", "cpu_ops", "cpu_outside", "cpu_between", "cpu_python"),
         upper_bound=True,
         derived="the step without the ops of these calls; a forward that training needs, such as of an old policy, "
         "remains",
         confidence="medium",
         falsified_by="leave it out of a run; the finding is wrong if training needs its result",
         evidence=(Evidence("modules that run forward without a backward", counts[:8]),),
+    )
+
+
+def _named(work: pl.DataFrame) -> pl.DataFrame:
+    return work.with_columns(
+        pl.col("kind", "op", "class", "phase", "module", "shapes", "dtypes", "inputs").cast(pl.String)
     )
 
 
@@ -150,8 +149,8 @@ _LOOKUPS = ["embedding_index", *_PRODUCTS]
 @rule
 def untouched_rows(case: Case) -> list[Finding]:
     """Are all rows of a large table updated although a step looks up only a few of them?"""
-    found = op_work(case, needs_shapes=True)
-    work = found.table
+    case.with_shapes()
+    work = _named(case.work)
     tables = _tables(work)
     durations: dict[int, float] = {}
     rows: list[dict[str, Any]] = []
@@ -169,8 +168,8 @@ def untouched_rows(case: Case) -> list[Finding]:
         ops = sorted(passes["op"].unique().drop_nulls())
         sizes = {"num_rows": num_rows, "width": width, "num_lookups": num_lookups}
         rows.append({**sizes, "duration_ns": case.total_ns(passes), "ops": ", ".join(ops)})
-    saving_ns = found.saving_ns([], durations)
-    if not rows or not saving_ns:
+    saving_ns = case.saving_ns(case.without((), durations))
+    if not rows or not case.is_worth(saving_ns):
         return []
     rows.sort(key=lambda row: -row["duration_ns"])
     largest, total_ns = rows[0], sum(row["duration_ns"] for row in rows)
@@ -181,7 +180,6 @@ def untouched_rows(case: Case) -> list[Finding]:
         fix="nn.Embedding(..., sparse=True), with torch.optim.SparseAdam for its weight  # its moments decay only in "
         "rows that are looked up",
         saving_ns=saving_ns,
-        rows=found.rows,
         upper_bound=True,
         derived="the step with this work on the rows that are looked up; sorting them is not counted",
         confidence="medium",

@@ -12,7 +12,7 @@ from stepscope.analysis.time.stalls import STALL_NS, with_threads
 from stepscope.analysis.time.waits import mask_indexing
 from stepscope.analysis.time.what_if import Saving
 from stepscope.errors import if_available
-from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, one_finding, rule, stretches
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, on_gpu, one_finding, rule, stretches
 from stepscope.formatting import duration, plural, size
 
 STAGED_BYTES = 64 * 1024  # the driver copies less than this from pageable memory without waiting
@@ -109,7 +109,11 @@ _FIXES = (
         "`if tensor`; for gradient norms torch.nn.utils.get_total_norm(grads), which returns one tensor",
     ),
     (
-        "nonzero|masked_select|index|unique|where|bincount",
+        "bincount",  # reads the largest value, also with minlength
+        "torch.zeros(n, dtype=x.dtype, device=x.device).scatter_add_(0, x, torch.ones_like(x))  # n: known on host",
+    ),
+    (
+        "nonzero|masked_select|index|unique|where",
         "keep the shape fixed: torch.where(mask, x, 0) or x * mask instead of x[mask]; torch.nonzero_static(mask, "
         "size=n)",
     ),
@@ -126,7 +130,7 @@ _TO_HOST = (
 _BY_HAND = "remove torch.cuda.synchronize(); measure time with torch.cuda.Event(enable_timing=True)"
 
 
-@rule
+@on_gpu
 def synchronization(case: Case) -> list[Finding]:
     """Does the host stop within a step to wait for the GPU: `.item()`, `.cpu()`, `nonzero`, a print?"""
     waits = waits_of(case, "synchronization")
@@ -226,7 +230,7 @@ def _by_caller(waits: pl.DataFrame, num_steps: int) -> pl.DataFrame:
     )
 
 
-@rule
+@on_gpu
 def device_round_trip(case: Case) -> list[Finding]:
     """Are tensors copied to the CPU and back within a step?"""
     if case.work.is_empty():
@@ -268,7 +272,7 @@ def device_round_trip(case: Case) -> list[Finding]:
 _RATES = ((9, 50e9), (8, 24e9), (0, 12e9))
 
 
-@rule
+@on_gpu
 def pageable_copies(case: Case) -> list[Finding]:
     """Is the batch copied to the GPU from memory that is not pinned, while the host waits?"""
     if case.work.is_empty():
@@ -337,7 +341,9 @@ def anomaly_detection(case: Case) -> list[Finding]:
     return one_finding(
         sentence=f"{who} runs {case.number_text(checks, 'NaN check')} per step and waits for each result: "
         f"{duration(case.total_ns(spent, LENGTH), 3)} of host time in a {duration(case.step_ns, 3)} step{stacks}.",
-        fix="torch.autograd.set_detect_anomaly(False)" if is_autograd else "check only the loss, every 100 steps",
+        fix="torch.autograd.set_detect_anomaly(False)  # in Lightning: Trainer(detect_anomaly=False)"
+        if is_autograd
+        else "check only the loss, every 100 steps",
         saving_ns=saving_ns,
         derived="the step replayed without the checks, their kernels and the waits for them"
         + (", and with the usual time for ops that record a stack trace" if stacks else ""),

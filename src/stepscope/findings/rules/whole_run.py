@@ -1,40 +1,46 @@
 """Rules about the whole run: what changes from its first step to its last, and what interrupts it."""
 
-from stepscope.findings import over_time
 from stepscope.findings.rule import Case, Finding, rule
+
+
+def _found(case: Case, id: str) -> list[Finding]:
+    _ = case.recording  # a bare trace has none, and need not import what follows
+    from stepscope.findings.over_time import RULES
+
+    return RULES[id](case.run)
 
 
 @rule
 def drift(case: Case) -> list[Finding]:
     """Do steps become slower in the course of the run?"""
-    return over_time.drift(case.run)
+    return _found(case, "drift")
 
 
 @rule
 def memory_creep(case: Case) -> list[Finding]:
     """Does memory grow for as long as the run goes on?"""
-    return over_time.memory_creep(case.run)
+    return _found(case, "memory_creep")
 
 
 @rule
 def checkpoint_cost(case: Case) -> list[Finding]:
     """Do checkpoints take a noticeable part of the run?"""
-    return over_time.checkpoint_cost(case.run)
+    return _found(case, "checkpoint_cost")
 
 
 @rule
 def evaluation_cost(case: Case) -> list[Finding]:
     """Do evaluations take a noticeable part of the run?"""
-    return over_time.evaluation_cost(case.run)
+    return _found(case, "evaluation_cost")
 
 
 @rule
 def loss_anomaly(case: Case) -> list[Finding]:
     """Is the loss NaN or infinite, or does it jump?"""
-    return over_time.loss_anomaly_findings(case.run)
+    return _found(case, "loss_anomaly")
 
 
 @rule
 def stalls(case: Case) -> list[Finding]:
     """Does training stop for garbage collections, or for no known reason?"""
-    return over_time.stall_findings(case.run)
+    return _found(case, "stalls")

@@ -9,10 +9,8 @@ from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, gemm_ns
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, op_tensors, operands
 from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, rule
-from stepscope.findings.rules.cpu import by_name, ops_of_steps
 from stepscope.findings.rules.matrix_products import products_of
 from stepscope.formatting import plural, size, whole_percent
-from stepscope.session.case import WORTH_WITHOUT_GPU
 
 _DOUBLE = "double"
 _FLOAT32 = "torch.from_numpy(array).float(); torch.tensor(array, dtype=torch.float32)  # NumPy's default is float64"
@@ -21,8 +19,6 @@ _FLOAT32 = "torch.from_numpy(array).float(); torch.tensor(array, dtype=torch.flo
 @rule
 def float64_work(case: Case) -> list[Finding]:
     """Does work run in float64, which training rarely needs?"""
-    if case.is_on_cpu:
-        return _float64_on_cpu(case)
     case.with_shapes(and_dtypes=True)
     is_double = pl.col("dtypes").cast(pl.String).str.contains(_DOUBLE).fill_null(False)
     wide = case.work.filter(is_double, pl.col("kind") == "kernel")
@@ -47,29 +43,6 @@ def float64_work(case: Case) -> list[Finding]:
         falsified_by="convert the tensors to float32; the finding is wrong if the loss needs float64",
         places=case.places(wide["event"]),
         evidence=(Evidence("work in float64", table.head(8).to_dicts()),),
-    )
-
-
-def _float64_on_cpu(case: Case) -> list[Finding]:
-    ops, total_ns = ops_of_steps(case)
-    wide = ops.filter(pl.col("dtypes").str.contains(_DOUBLE).fill_null(False))
-    texts = wide.select("name", pl.col(COLUMNS[1:]).cast(pl.String)).iter_rows()
-    less = pl.Series([1 - _share_in_float32(*call) for call in texts], dtype=pl.Float64)
-    wide = wide.with_columns((pl.col("self_ns") * less).alias("saved_ns")).filter(pl.col("saved_ns") > 0)
-    wide_ns, saving_ns = (float(wide[of].sum()) / total_ns * case.step_ns for of in ("self_ns", "saved_ns"))
-    if saving_ns < WORTH_WITHOUT_GPU * case.step_ns:
-        return []
-    return one_finding(
-        sentence=f"Ops with float64 tensors take {case.cost_text(wide_ns)}. In float32, they would move half the "
-        "bytes, and the CPU would compute twice as many numbers at once.",
-        fix=_FLOAT32,
-        saving_ns=saving_ns,
-        rows=("cpu_products", "cpu_ops", "cpu_outside"),
-        upper_bound=True,
-        derived="the time of each op, shortened by the bytes that float32 does not move",
-        confidence="medium",
-        falsified_by="convert the tensors to float32; the finding is wrong if the loss needs float64",
-        evidence=(Evidence("ops in float64", by_name(wide, case.num_steps).head(8).to_dicts()),),
     )
 
 

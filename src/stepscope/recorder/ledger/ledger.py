@@ -19,6 +19,7 @@ from stepscope.recorder.frames import caller
 from stepscope.recorder.ledger import storages as owner
 from stepscope.recorder.ledger.flops import FlopTally, Op
 from stepscope.recorder.ledger.nodes import NodeModules, saved_bytes
+from stepscope.recorder.ledger.op_log import OpLog
 from stepscope.recorder.ledger.padding import Padding
 from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages, storage_key
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
@@ -34,8 +35,9 @@ LOSS = "loss"  # the end of a forward: after the last root module, before the ba
 class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
     """Counts FLOPs and follows storages from `start()` to `stop()`.
 
-    `callers` records who requested each storage. `storages` passed in stay open after the ledger stops. If
-    `is_passive`, the ledger observes nothing itself, and `saw()` reports each op to it.
+    `callers` records who requested each storage, `logs_ops` the line and the storages of each op. `storages` passed
+    in stay open after the ledger stops. If `is_passive`, the ledger observes nothing itself, and `saw()` reports each
+    op to it.
     """
 
     supports_higher_order_operators = True
@@ -51,6 +53,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         callers: bool = False,
         storages: Storages | None = None,
         is_passive: bool = False,
+        logs_ops: bool = False,
     ) -> None:
         super().__init__()
         # Weak references: the script may release its models.
@@ -76,6 +79,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._storages = storages or Storages(self._stage)
         self._owns_storages = storages is None
         self._is_passive = is_passive
+        self.log = OpLog(self._storages.live.get) if logs_ops else None
 
     # Without this, Dynamo marks any frame it meets inside the mode as never to be compiled.
     @classmethod
@@ -127,6 +131,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     @property
     def _optimizers(self) -> list[Any]:
         return [optimizer for one in self._optimizer_references if (optimizer := one()) is not None]
+
+    def indices(self, keys: Iterable[int]) -> list[int]:
+        """Return the numbers of storages that are alive."""
+        return [self._storages.live[key] for key in keys if key in self._storages.live]
 
     # --- reports from the session --------------------------------------------------------------
 
@@ -223,6 +231,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._storages.note_stage()
         outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
         self._follow(outputs, op, args, kwargs, phase)  # first, so that a formula's error does not lose bytes
+        if self.log is not None:
+            self.log.note(func, op, args, kwargs, outputs, phase)
         self._tally.count(op, func, args, kwargs, out, outputs, phase)
 
     def _follow(self, outputs: tuple[torch.Tensor, ...], op: Op, args: Any, kwargs: Any, phase: str) -> None:

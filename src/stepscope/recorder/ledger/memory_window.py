@@ -13,6 +13,7 @@ from stepscope.recorder import files
 from stepscope.recorder.ledger.leaks import TIME_LIMIT_S, find_holders, find_left_alive, live_tensors
 from stepscope.recorder.ledger.ledger import Ledger, optimized
 from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
+from stepscope.recorder.ledger.op_log import Unchanged
 from stepscope.recorder.ledger.storages import MAX_ALLOCATIONS, storage_key, storage_of
 from stepscope.recorder.precision.attention_calls import AttentionCalls
 from stepscope.recorder.values import named_buffers_in, parameters_in, tensors_in
@@ -132,6 +133,8 @@ class MemoryProbe:
         self._history = AllocatorHistory()
         self._counters: AllocatorCounters | None = None
         self._left_alive: list[dict[str, Any]] = []
+        self._unchanged: Unchanged | None = None
+        self._unchanged_indices: list[int] = []
         self._step_began = self._next_began = next_sequence_number()
         self.num_steps = 0  # how many steps have ended
 
@@ -140,9 +143,14 @@ class MemoryProbe:
         if self._in_full:
             self._history.start_with_cuda()
 
-    def warmup_ended(self) -> None:
-        """Stop the history: steps are timed without it."""
+    def warmup_ended(self, on_cpu: bool) -> None:
+        """Stop the history: steps are timed without it. On a CPU, remember the tensors that exist."""
         self._history.stop()
+        if on_cpu:
+            self._guard("looking for existing tensors", self._remember)
+
+    def _remember(self) -> None:
+        self._unchanged = Unchanged(live_tensors())
 
     def step_ended(self) -> None:
         """Remember which graph nodes belong to the step that just ended."""
@@ -157,7 +165,7 @@ class MemoryProbe:
             self._note("memory", f"{text}, so the tensors saved for backward are not reported")
         if device is not None:
             self._guard("reading the allocator's counters", lambda: self._start_cuda(device))
-        ledger = Ledger(roots, optimizers, phase, callers=self._in_full)
+        ledger = Ledger(roots, optimizers, phase, callers=self._in_full, logs_ops=device is None)
         known = list(_belonging(roots, optimizers))
         self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(known, ledger))
         self._guard("looking for existing tensors", lambda: self._find_others(known, ledger))
@@ -165,6 +173,11 @@ class MemoryProbe:
         self.attention = AttentionCalls(ledger.module)
         self._guard("watching attention", self.attention.start)
         ledger.start()
+        self._guard("looking for existing tensors", lambda: self._find_unchanged(ledger))
+
+    def _find_unchanged(self, ledger: Ledger) -> None:
+        if self._unchanged is not None:
+            self._unchanged_indices = ledger.indices(self._unchanged.keys(live_tensors()))
 
     def _find_others(self, known: list[torch.Tensor], ledger: Ledger) -> None:
         keys = {storage_key(tensor) for tensor in known} | {None}
@@ -207,6 +220,8 @@ class MemoryProbe:
                 self._note("attention", f"{attention.num_dropped:,} further attention calls were not recorded")
             ledger.stop()
             memory = {**ledger.memory(), "left_alive": self._left_alive}
+            if ledger.log is not None:
+                memory["ops"] = ledger.log.table(self._unchanged_indices)
             self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
             files.write_json_gz(self._folder / files.MEMORY_FILE, memory)
             if ledger.saved_error:
@@ -237,6 +252,7 @@ class MemoryProbe:
         self.attention.stop()
         ledger, self.ledger, self._counters = self.ledger, None, None
         self._notes.clear()
+        self._unchanged = None
         if ledger is not None:
             ledger.stop()
         self._history.stop()

@@ -12,7 +12,7 @@ from stepscope.recorder.compiler.provenance import common_module
 from stepscope.recorder.ledger.storages import storage_key, storage_of
 
 # Both are private to torch. Without them, allocations in the backward have no module.
-_current_node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
+current_node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 SHOWS_SAVED_TENSORS = hasattr(torch._C._autograd.SavedTensor, "data")
@@ -45,7 +45,7 @@ class NodeModules:
 
     def running(self) -> tuple[Any, str | None]:
         """Return the node whose backward runs on this thread, and its module; (None, None) outside a backward."""
-        node = _current_node()
+        node = current_node()
         return (None, None) if node is None else (node, self.of(node))
 
     def of(self, node: Any) -> str | None:

@@ -1,0 +1,195 @@
+"""What became of each op's result in the probed step: whether training used it, and whether it is always the same.
+
+Storages stand for values: an op that writes to a part of a storage depends on what was in it. Where that is too
+coarse, an op counts as used, and as different in every step.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from stepscope.errors import Unavailable
+
+TRAINING, KEPT, READ, UNUSED = "training", "kept", "read", "unused"
+"""What an op's result leads to: an update; else values that outlive the step; else numbers that Python code reads; or
+nothing that an op or Python code was seen to read."""
+_STATE = ("parameter", "optimizer_state", "buffer")
+_OUTSIDE = -1  # storages that no op made
+BACKWARD = "backward"
+_SCHEMA = {
+    "call": pl.UInt32, "name": pl.String, "phase": pl.String, "place": pl.String, "use": pl.String,
+    "is_constant": pl.Boolean, "zero_share": pl.Float64, "size": pl.Int64,
+}  # fmt: skip
+
+Call = Mapping[str, Any]
+
+
+def logged_ops(memory: Mapping[str, Any], host: pl.DataFrame) -> pl.DataFrame:
+    """Return the ops of a trace's steps with what the log of the probed step says of each."""
+    calls = logged_calls(memory)
+    if calls.is_empty():
+        raise Unavailable("The recording does not say which line calls each op. Record it again on a CPU.")
+    return with_calls(host, calls).filter(pl.col("kind") == "op", pl.col("step").is_not_null())
+
+
+def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
+    """Return the ops of the probed step in order, as `_SCHEMA` says; empty if the recording has no log of them."""
+    log = memory.get("ops")
+    if not log:
+        return pl.DataFrame(schema=_SCHEMA)
+    kinds, calls, allocations = log["kinds"], log["calls"], memory["allocations"]
+    uses = _uses(calls, allocations, log["unchanged"])
+    constant = _constants(calls, [bool(kind["is_random"]) for kind in kinds], allocations, log["unchanged"])
+    zeros = {one["call"]: one["share"] for one in log["zeros"]}
+    rows = [
+        (number, kind["op"].replace(".", "::", 1), kind["phase"], kind.get("place"), uses[number],
+         number in constant, zeros.get(number, 0.0), calls[number]["size"])
+        for number, kind in enumerate(kinds[call["kind"]] for call in calls)
+    ]  # fmt: skip
+    return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+
+
+def _uses(calls: Sequence[Call], allocations: Sequence[Mapping[str, Any]], unchanged: Collection[int]) -> list[str]:
+    """Return one of TRAINING, KEPT, READ and UNUSED for each call."""
+    state = {index for index, one in enumerate(allocations) if one["owner"] in _STATE} | {_OUTSIDE}
+    alive = {index for index, one in enumerate(allocations) if one["died"] is None and one["owner"] != "gradient"}
+    trained, needed = _contributing(calls, state)
+    # Steps are alike: what lives on is used in the next step if its like from the step before is used in this one.
+    before = [index for index in needed - state - set(unchanged) if allocations[index]["born"] is None]
+    carried = {_likeness(allocations[index]) for index in before}
+    lives_on = {index for index, one in enumerate(allocations) if one["died"] is None} - state
+    again = {index for index in lives_on if _likeness(allocations[index]) in carried}
+    if again:
+        trained, _ = _contributing(calls, state | again)
+    kept, _ = _contributing(calls, state | again | alive)
+    read, _ = _contributing(calls, (), with_reads=True)
+    uses = dict.fromkeys(read, READ) | dict.fromkeys(kept, KEPT) | dict.fromkeys(trained, TRAINING)
+    return [uses.get(number, UNUSED) for number in range(len(calls))]
+
+
+def _likeness(allocation: Mapping[str, Any]) -> tuple[Any, ...]:
+    whose = allocation["module"] if allocation["owner"] == "gradient" else None
+    return allocation["owner"] == "gradient", whose, tuple(allocation["shape"] or ()), allocation["dtype"]
+
+
+def _contributing(
+    calls: Sequence[Call], results: Iterable[int], with_reads: bool = False
+) -> tuple[set[int], set[int]]:
+    """Return the calls that contribute to what some storages hold at the end, and what is needed at the start; with
+    reads, also those that contribute to what an op hands to Python code."""
+    needed, found = set(results), set()
+    for number in range(len(calls) - 1, -1, -1):
+        reads, writes = calls[number]["reads"], calls[number]["writes"]
+        if needed.isdisjoint(writes) and not (with_reads and reads and not writes):
+            continue
+        found.add(number)
+        needed.difference_update(one for one in writes if one not in reads and one != _OUTSIDE)
+        needed.update(reads)
+    return found, needed
+
+
+def _constants(
+    calls: Sequence[Call],
+    is_random: Sequence[bool],
+    allocations: Sequence[Mapping[str, Any]],
+    unchanged: Collection[int],
+) -> set[int]:
+    """Return the calls whose result is the same in every step: all that they read is."""
+    written = {one for call in calls for one in call["writes"]}
+    constant = set(unchanged) - written
+    known = constant | {index for index, one in enumerate(allocations) if one["born"] is None}
+    found: set[int] = set()
+    writers: dict[int, list[int]] = {}  # constant calls by what they wrote
+    for number, call in enumerate(calls):
+        reads, writes = call["reads"], call["writes"]
+        is_new = all(one in constant or one not in known for one in writes)
+        known.update(writes)
+        if writes and is_new and not is_random[call["kind"]] and constant.issuperset(reads):
+            found.add(number)
+            constant.update(writes)
+            for one in writes:
+                writers.setdefault(one, []).append(number)
+            continue
+        constant.difference_update(writes)
+        for one in writes:  # filled with something else later: it has to be made again
+            found.difference_update(writers.pop(one, ()))
+    return found
+
+
+def chain_lengths(memory: Mapping[str, Any], least_calls: int) -> dict[tuple[str, str], int]:
+    """Return, for each op that a line calls often in the forward, the longest chain of such calls in which each needs
+    the one before it."""
+    log = memory.get("ops")
+    if not log:
+        return {}
+    kinds, calls = log["kinds"], log["calls"]
+    of_kind = [(kind["op"].replace(".", "::", 1), kind.get("place") or "") for kind in kinds]
+    counts = Counter(
+        of_kind[call["kind"]] for call in calls if kinds[call["kind"]]["phase"] != BACKWARD and call["writes"]
+    )
+    found = {}
+    for key, num in counts.items():
+        if num < least_calls:
+            continue
+        depth: dict[int, int] = {}
+        longest = 0
+        for call in calls:
+            if kinds[call["kind"]]["phase"] == BACKWARD:
+                continue
+            reached = max((depth.get(one, 0) for one in call["reads"]), default=0)
+            reached += of_kind[call["kind"]] == key
+            longest = max(longest, reached)
+            for one in call["writes"]:
+                depth[one] = reached
+        found[key] = longest
+    return found
+
+
+def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the host table with the columns of `calls`, of the op that each op of a step is or belongs to.
+
+    An op is that with the same number among those of its name, in the backward or outside of it, if there are as many
+    in its step (`is_logged`); ops inside it belong to it, and ops around it that the probe did not see to the first
+    one inside.
+    """
+    names = set(calls["name"])
+    text = host["name"].cast(pl.String).to_list()
+    is_op = ((host["kind"] == "op") & host["step"].is_not_null()).to_list()
+    parents = host["parent"].to_list()
+    inside = [False] * host.height  # an op that the probe saw, or one in it
+    seen = []
+    for row in sorted(range(host.height), key=host["start_ns"].to_list().__getitem__):
+        above = parents[row]
+        is_within = above is not None and inside[above]
+        if is_op[row] and not is_within and text[row] in names:
+            seen.append(row)
+        inside[row] = is_within or (is_op[row] and text[row] in names)
+    side = (pl.col("phase").cast(pl.String) == BACKWARD).fill_null(False).alias("side")
+    rows = host.select("row", pl.col("name").cast(pl.String), "step", side).gather(seen)
+    keys = ("name", "side")
+    rows = rows.with_columns(
+        pl.int_range(pl.len()).over("step", *keys).alias("place_in"), pl.len().over("step", *keys).alias("num")
+    )
+    logged = calls.select("call", "name", side).with_columns(
+        pl.int_range(pl.len()).over(keys).alias("place_in"), pl.len().over(keys).alias("num")
+    )
+    matched = rows.join(logged, on=[*keys, "place_in", "num"], how="inner").select("row", "call")
+    answers: list[int | None] = [None] * host.height
+    for row, call in matched.iter_rows():
+        answers[row] = call
+    starts = host["start_ns"].to_list()
+    ordered = sorted(range(host.height), key=starts.__getitem__)
+    for row in ordered:
+        above = parents[row]
+        if answers[row] is None and is_op[row] and above is not None and inside[above]:
+            answers[row] = answers[above]
+    for row in reversed(ordered):
+        above = parents[row]
+        if answers[row] is not None and above is not None and is_op[above] and not inside[above]:
+            answers[above] = answers[row]
+    is_logged = host["row"].is_in(matched["row"].implode()).alias("is_logged")
+    table = host.with_columns(pl.Series("call", answers, dtype=pl.UInt32), is_logged)
+    facts = calls.select("call", "place", "use", "is_constant", "zero_share", "size")
+    return table.join(facts, on="call", how="left", maintain_order="left")

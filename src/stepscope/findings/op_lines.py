@@ -1,0 +1,114 @@
+"""The lines of the script behind the ops of a CPU, as tables and as text."""
+
+from dataclasses import replace
+
+import polars as pl
+
+from stepscope.analysis.time.cpu_ledger import DATA, TRAINING
+from stepscope.analysis.time.ledger import Ledger
+from stepscope.errors import ABOUT_CPUS, Unavailable, if_available
+from stepscope.formatting import duration, plural, safe
+from stepscope.session.case import Case
+
+PHASE = pl.col("phase").cast(pl.String)
+_MOST_LINES = 3  # in a sentence
+_MOST_LISTED = 10
+
+
+def ops_of(case: Case, of_all_steps: bool = False) -> pl.DataFrame:
+    """Return the ops of the typical steps on a CPU with the line behind each (`analysis/structure/op_log.py`)."""
+    if case.recording and not case.is_on_cpu:  # a trace alone does not say
+        raise Unavailable(ABOUT_CPUS)
+    return case.logged_steps if of_all_steps else case.within(case.logged_steps)
+
+
+def lines_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
+    """Return ops by line, per step, the longest first: `place`, `num_calls`, `duration_ns`, `ops`."""
+    inside = ops.filter(pl.col("place").is_not_null()).with_columns(pl.col("name").cast(pl.String))
+    by_op = inside.group_by("place", "name").agg(pl.col("self_ns").sum(), pl.len())
+    by_op = by_op.sort("self_ns", "name", descending=[True, False])
+    sums = (
+        (pl.col("len").sum() / case.num_steps).alias("num_calls"),
+        (pl.col("self_ns").sum() * case.clean_share / case.num_steps).alias("duration_ns"),
+    )
+    names = pl.col("name").head(3).str.replace("aten::", "", literal=True).str.join(", ").alias("ops")
+    table = by_op.group_by("place", maintain_order=True).agg(*sums, names)
+    return table.sort("duration_ns", "place", descending=[True, False])
+
+
+def lines_text(table: pl.DataFrame) -> str:
+    """Return the longest lines of a table as text: `train.py:31 in step (12.0 ms: cat, mul)`."""
+    rows = table.head(_MOST_LINES).iter_rows(named=True)
+    parts = [f"{line_text(row['place'])} ({duration(row['duration_ns'], 3)}: {safe(row['ops'], 60)})" for row in rows]
+    return ", ".join(parts) + (
+        f" and {plural(table.height - _MOST_LINES, 'other line')}" * (table.height > _MOST_LINES)
+    )
+
+
+def line_text(place: str) -> str:
+    where, _, function = place.partition(" ")
+    return safe(f"{where} in {function}" if function and function != "<module>" else where, 80)
+
+
+def first_line(table: pl.DataFrame) -> str:
+    return safe(str(table["place"][0]).partition(" ")[0], 80)
+
+
+def python_between_ns(case: Case, ops: pl.DataFrame) -> float:
+    """Return the time without an op between two ops of these in the forward, per step."""
+    top = ops_of(case).filter(PHASE == "forward").sort("start_ns").select("row", "start_ns", "end_ns")
+    top = top.with_columns(pl.col("row").is_in(ops["row"].implode()).alias("is_theirs"))
+    gap = pl.col("start_ns") - pl.col("end_ns").cum_max().shift(1)
+    both = pl.col("is_theirs") & pl.col("is_theirs").shift(1)
+    gaps = top.select(pl.when(both).then(gap).clip(0)).to_series()
+    return float(gaps.sum()) * case.clean_share / case.num_steps
+
+
+def with_lines(ledger: Ledger, case: Case) -> Ledger:
+    """Return a ledger with the lines that take most of a step, if a recording on a CPU has them."""
+    lines = if_available(lambda: lines_of(case, ops_of(case)).head(_MOST_LISTED)) if case.is_on_cpu else None
+    if lines is None:
+        return ledger
+    share = (pl.col("duration_ns") / ledger.step_ns).alias("share")
+    return replace(ledger, largest_lines=lines.with_columns(share))
+
+
+def pauses(case: Case) -> pl.DataFrame:
+    """Return the time in which no op runs by the lines before and after it, per step, the longest first:
+    `after`, `before`, `duration_ns`."""
+    ops = ops_of(case)
+    called = ops.filter(PHASE.ne_missing("backward"))
+    if called.is_empty():
+        return called.select(after="place", before="place", duration_ns=pl.lit(0.0))
+    main = called["thread"].mode().min()
+    top = ops.filter(pl.col("thread") == main).sort("start_ns").select(
+        "start_ns", pl.col("end_ns").cum_max().shift(1).alias("until_ns"), "end_ns", "place"
+    )  # fmt: skip
+    last = pl.col("place").forward_fill().shift(1).alias("after")
+    gap = ((pl.col("start_ns") - pl.col("until_ns")).clip(0) * case.clean_share / case.num_steps).alias("duration_ns")
+    table = top.select(last, pl.col("place").backward_fill().alias("before"), gap).drop_nulls()
+    sums = table.group_by("after", "before").agg(pl.col("duration_ns").sum())
+    return sums.sort("duration_ns", "after", "before", descending=[True, False, False])
+
+
+def pauses_text(case: Case, least_ns: float) -> str:
+    """Return the longest stretches without an op as a sentence; none that is shorter than `least_ns`."""
+    parts = []
+    table = if_available(lambda: pauses(case)) if case.is_on_cpu else None
+    if table is None:
+        return ""
+    for after, before, ns in table.filter(pl.col("duration_ns") >= least_ns).head(_MOST_LINES).iter_rows():
+        where = line_text(after) if after == before else f"from {line_text(after)} to {line_text(before)}"
+        parts.append(f"{duration(ns, 3)} {'at ' if after == before else ''}{where}")
+    return f" The longest stretches without an op: {', '.join(parts)}." if parts else ""
+
+
+def outside_text(case: Case, least_ns: float) -> str:
+    """Return the lines of ops outside of data, passes and optimizer, and the longest stretches without an op, as
+    sentences; none that takes less than `least_ns`."""
+    ops = if_available(lambda: ops_of(case)) if case.is_on_cpu else None
+    if ops is None:
+        return ""
+    outside = ops.filter(~PHASE.is_in([DATA, *TRAINING]).fill_null(False))
+    table = lines_of(case, outside).filter(pl.col("duration_ns") >= least_ns)
+    return (f" Its ops are at {lines_text(table)}." if table.height else "") + pauses_text(case, least_ns)

@@ -1,0 +1,159 @@
+"""The ops of one step in order: the line of the script behind each, and which storages it reads and writes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from stepscope.recorder.frames import is_pythons, place, script_frames
+from stepscope.recorder.ledger.flops import Op
+from stepscope.recorder.ledger.nodes import current_node, next_sequence_number
+from stepscope.recorder.ledger.storages import storage_key, storage_of
+from stepscope.recorder.values import is_plain, tensors_in
+
+MAX_CALLS = 100_000
+FROM_OUTSIDE = -1  # a storage that no op made: what another library or process filled
+_FILLS = ("aten.zero_", "aten.fill_", "aten.copy_", "aten._foreach_zero_", "aten._foreach_copy_")
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+_LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 14, 1 << 24
+_MOSTLY = 0.9  # share of zeros that is noted
+
+
+class OpLog:
+    """Notes every op but views. `index_of` returns the number of a storage by its key, or None."""
+
+    def __init__(self, index_of: Callable[[int], int | None]) -> None:
+        self._index_of = index_of
+        self._home = threading.get_ident()
+        self._kinds: dict[tuple[str, str, str | None, bool], int] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._num_dropped = 0
+        self._written: dict[Any, tuple[frozenset[int], frozenset[str]]] = {}
+        self._zeros: dict[int, float] = {}  # by call
+        self._known_zeros: dict[int, float] = {}  # by storage
+        self._numbers: list[int] = []  # the next node's number after each op of the forward, with its place
+        self._places: list[str | None] = []
+        self._names: dict[tuple[Any, int], str] = {}
+
+    def note(self, func: Any, op: Op, args: Any, kwargs: Any, outputs: Iterable[torch.Tensor], phase: str) -> None:
+        line = self._line()
+        if op.is_view:
+            return
+        if len(self._calls) >= MAX_CALLS:
+            self._num_dropped += 1
+            return
+        changed = self._changed(func, args, kwargs)
+        is_fill = op.name in _FILLS
+        filled = {self._index(tensor) for tensor in changed if is_fill and _is_whole(tensor)}
+        reads = {self._index(tensor) for tensor in tensors_in((args, kwargs))}
+        if is_fill:  # what it copies may be a part of the same storage
+            others = tensors_in((args[1:], kwargs))
+            reads = reads - filled | {self._index(tensor) for tensor in others}
+        writes = {self._index(tensor) for tensor in (*outputs, *changed)}
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        kind = self._kinds.setdefault((op.name, phase, line, is_random), len(self._kinds))
+        if op.name in _PRODUCTS:
+            share = max(map(self._zero_share, tensors_in(args)), default=0.0)
+            if share >= _MOSTLY:
+                self._zeros[len(self._calls)] = round(share, 4)
+        size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)) if tensor.dim())
+        self._calls.append({"kind": kind, "reads": sorted(reads), "writes": sorted(writes), "size": size})
+
+    def table(self, unchanged: Iterable[int]) -> dict[str, Any]:
+        """Return the log for `memory.json.gz`; `unchanged` are storages that have been the same for many steps."""
+        fields = ("op", "phase", "place", "is_random")
+        return {
+            "kinds": [dict(zip(fields, kind)) for kind in self._kinds],
+            "calls": self._calls,
+            "zeros": [{"call": call, "share": share} for call, share in self._zeros.items()],
+            "unchanged": sorted(unchanged),
+            "num_dropped": self._num_dropped,
+        }
+
+    def _line(self) -> str | None:
+        """Return the line of the script that called the running op; in a backward, the line of its forward."""
+        node = current_node()
+        if node is not None and hasattr(node, "_sequence_nr") and threading.get_ident() == self._home:
+            position = bisect_right(self._numbers, int(node._sequence_nr()))
+            if position < len(self._places):
+                return self._places[position]
+        frame = next((one for one in script_frames() if not is_pythons(one.f_code.co_filename)), None)
+        if frame is None:
+            return None
+        key = frame.f_code, frame.f_lineno
+        if key not in self._names:
+            self._names[key] = f"{place(frame)} {frame.f_code.co_name}"
+        if node is None and threading.get_ident() == self._home:
+            self._numbers.append(next_sequence_number())
+            self._places.append(self._names[key])
+        return self._names[key]
+
+    def _index(self, tensor: torch.Tensor) -> int:
+        key = storage_key(tensor)
+        index = None if key is None else self._index_of(key)
+        return FROM_OUTSIDE if index is None else index
+
+    def _changed(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the arguments that an op writes to."""
+        found = self._written.get(func)
+        if found is None:
+            schema = getattr(func, "_schema", None)
+            arguments = list(schema.arguments) if schema is not None else []
+            is_written = [one.alias_info is not None and one.alias_info.is_write for one in arguments]
+            names = frozenset(one.name for one, is_changed in zip(arguments, is_written) if is_changed)
+            found = frozenset(number for number, is_changed in enumerate(is_written) if is_changed), names
+            self._written[func] = found
+        numbers, names = found
+        values = [args[number] for number in sorted(numbers) if number < len(args)]
+        return list(tensors_in([*values, *(value for name, value in kwargs.items() if name in names)]))
+
+    def _zero_share(self, tensor: torch.Tensor) -> float:
+        """Return the share of zeros in a large operand on the CPU."""
+        is_read = tensor.device.type == "cpu" and tensor.is_floating_point() and is_plain(tensor)
+        if not is_read or not _LEAST_ELEMENTS <= tensor.numel() <= _MOST_ELEMENTS:
+            return 0.0
+        index = self._index(tensor)
+        if index not in self._known_zeros:
+            share = 1.0 - float(torch.count_nonzero(tensor)) / float(tensor.numel())
+            if index == FROM_OUTSIDE:
+                return share
+            self._known_zeros[index] = share
+        return self._known_zeros[index]
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is all of its storage."""
+    try:
+        return bool(tensor.numel() * tensor.element_size() == storage_of(tensor).nbytes())
+    except (NotImplementedError, RuntimeError, AttributeError):
+        return False
+
+
+class Unchanged:
+    """Which storages exist when this is made, and have not been written to when asked later."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._versions = _versions(tensors)
+
+    def keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Return the keys of those among the storages of some tensors."""
+        now = _versions(tensors)
+        then = {key: version for key, (storage, version) in self._versions.items() if storage() is not None}
+        return {key for key, (_, version) in now.items() if then.get(key) == version}
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[weakref.ref[Any], int]]:
+    """Return by key each storage and how often it was written to."""
+    found: dict[int, tuple[weakref.ref[Any], int]] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            key = storage_key(tensor) if is_plain(tensor) and not tensor.is_inference() else None
+            if key is not None:
+                version = max(tensor._version, found[key][1] if key in found else 0)
+                found[key] = weakref.ref(storage_of(tensor)), version
+    return found

@@ -1,0 +1,108 @@
+"""The log of a step's ops: the line behind each, what it reads and writes, zeros, and what never changes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+from torch import nn
+
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.op_log import Unchanged
+from stepscope.recorder.ledger.storages import storage_key
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(400, 64, bias=False)
+
+    def forward(self, x):
+        self.line = sys._getframe().f_lineno + 1
+        return self.up(x).tanh()
+
+
+def logged(step, *modules):
+    phase = ["forward"]
+    ledger = Ledger(list(modules), [], lambda: phase[0], logs_ops=True)
+    ledger.start()
+    try:
+        step(phase)
+    finally:
+        ledger.stop()
+    return ledger, ledger.log.table([])
+
+
+def test_a_backward_op_has_the_line_of_its_forward():
+    net, x = Net(), torch.randn(8, 400)
+
+    def step(phase):
+        out = net(x).sum()
+        phase[0] = "backward"
+        out.backward()
+
+    ledger, log = logged(step, net)
+    kinds = log["kinds"]
+    lines = {(kind["op"], kind["phase"]): kind["place"] for kind in kinds}
+    here = f"test_op_lines.py:{net.line} forward"
+
+    assert lines["aten.mm", "forward"] == lines["aten.tanh", "forward"] == here
+    assert lines["aten.mm", "backward"] == lines["aten.tanh_backward", "backward"] == here
+    assert lines["aten.sum", "forward"].endswith(" step"), "the caller of the model, not the model"
+    owners = [entry["owner"] for entry in ledger.memory()["allocations"]]
+    product = next(call for call in log["calls"] if kinds[call["kind"]]["op"] == "aten.mm")
+    assert "parameter" in {owners[index] for index in product["reads"]}
+    assert product["size"] == 8 * 400 + 400 * 64
+
+
+def test_a_fill_of_the_whole_does_not_read_what_was_there_and_one_of_a_part_does():
+    x = torch.randn(64)
+
+    def step(phase):
+        x.zero_()
+        x[:8].fill_(1.0)
+        torch._foreach_add_([x], 1.0)
+
+    _, log = logged(step, Net())
+    flows = [(call["reads"], call["writes"]) for call in log["calls"]]
+
+    assert flows[0][0] == [] and flows[0][1] == flows[1][1] == flows[2][1]
+    assert flows[1][0] == flows[1][1] and flows[2][0] == flows[2][1]
+
+
+def test_zeros_of_large_operands_are_counted():
+    net = Net()
+    sparse = torch.zeros(64, 400)
+    sparse[:, 3] = 1.0
+
+    _, log = logged(lambda phase: (net.up(sparse), net.up(torch.ones(64, 400))), net)
+
+    assert [entry["share"] for entry in log["zeros"]] == [0.9975]
+
+
+def test_drawn_numbers_are_marked():
+    _, log = logged(lambda phase: (torch.rand(3), torch.zeros(3)), Net())
+
+    assert {kind["op"]: kind["is_random"] for kind in log["kinds"]} == {"aten.rand": True, "aten.zeros": False}
+
+
+def test_only_what_lives_and_is_not_written_to_is_unchanged():
+    same, written, released = (torch.randn(4) for _ in range(3))
+    before = Unchanged([same, written, released])
+    written[0] = 1.0
+    del released
+    new = torch.randn(4)
+
+    assert before.keys([same, written, new]) == {storage_key(same)}
+
+
+def test_a_copy_by_pythons_library_has_the_line_that_asked_for_it():
+    net = Net()
+
+    def step(phase):
+        copy.deepcopy(net)
+
+    _, log = logged(step, net)
+
+    assert {kind["place"].split()[1] for kind in log["kinds"]} == {"step"}
