@@ -65,7 +65,7 @@ def run_in_fork(
 ) -> Ended:
     """Run a command in a fork of a process that has torch: a second instead of ten on a busy machine."""
     folder.mkdir(parents=True)
-    return Ended(*forks.run(command[1:], folder, dict(environment)), folder / "recording")
+    return Ended(*forks.run(command[1:], folder, settings() | dict(environment)), folder / "recording")
 
 
 def bare_command(case: Case, num_steps: int | None = None) -> list[str]:

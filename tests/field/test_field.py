@@ -7,9 +7,7 @@ import importlib.util
 import pytest
 from case import SCRIPTS
 from cases import CASES
-from checks import both, both_in_forks, differences, mistakes, run_in_fork, settings, stepscope_command
-
-from forks import Forks
+from checks import both, both_in_forks, differences, mistakes, run_in_fork, stepscope_command
 
 NUM_ENDLESS = 100_000
 FORKED = [pytest.param(case, id=case.id) for case in CASES if case.in_make_test]
@@ -18,13 +16,6 @@ FORKED = [pytest.param(case, id=case.id) for case in CASES if case.in_make_test]
 def _alone(case):
     # How torch is found and imported is tested by every run of its own, and `make test` has one.
     return pytest.param(case, id=case.id, marks=() if case.id == "sorted_imports" else pytest.mark.long)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks(settings())
-    yield forks
-    forks.close()
 
 
 def _check(case, bare, recorded):

@@ -38,3 +38,28 @@ def test_each_thread_reads_its_own_times():
 def test_memory_that_is_left():
     found = core_wait.available_bytes()
     assert found is not None and found > 0
+
+
+def test_other_processes_use_what_is_busy_without_our_own_time(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(core_wait, "STAT", stat)
+    seconds = iter([5.0, 7.0, 7.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(seconds))
+    ticks = core_wait.os.sysconf("SC_CLK_TCK")
+    others = core_wait.OtherProcesses()
+    stat.write_text("cpu 1000 0 0 1000 1000 0 0 0 0 0\ncpu0 …\n")
+    assert others.share() is None
+    # Ten seconds on two cores: we ran for two, others for three, another machine for one.
+    stat.write_text(f"cpu {1000 + 4 * ticks} 0 {ticks} {1000 + 13 * ticks} {1000 + ticks} 0 0 {ticks} 0 0\n")
+    assert others.share() == pytest.approx(4 / 20)
+    assert others.share() is None  # no time has passed
+    stat.unlink()
+    assert others.share() is None
+
+
+def test_the_kernel_says_how_much_others_use():
+    others = core_wait.OtherProcesses()
+    others.share()
+    time.sleep(0.1)
+    found = others.share()
+    assert found is not None and 0 <= found <= 1

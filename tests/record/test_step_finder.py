@@ -52,6 +52,15 @@ def test_three_optimizers_in_any_order():
     assert (finder.num_sources, finder.num_joined) == (3, 3)
 
 
+def test_one_that_comes_back_after_two_turns_of_the_others_was_part_of_their_steps():
+    """Soft actor-critic: two updates of the critic, then two of the actor and of the temperature, by turns."""
+    finder = StepFinder()
+
+    assert boundaries(finder, "QAtAtQ") == "EEEJEJ"
+    assert (finder.num_sources, finder.num_joined) == (3, 3)
+    assert boundaries(finder, "QAtAtQQAt") == "..E..E..E"
+
+
 def test_models_that_are_trained_one_after_another_go_on_counting():
     finder = StepFinder()
 

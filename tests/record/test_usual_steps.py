@@ -268,5 +268,5 @@ def test_a_usual_step_calls_one_function_of_ours_per_hook(tmp_path, monkeypatch)
 
     _record(tmp_path / "x", from_loader, Windows(warmup=2, clean=1, trace=0, memory=0), collects=False)
 
-    once = ("fetch", "forward_begins", "batch_size", "backward", "begins", "ended", "_end")
+    once = ("fetch", "forward_begins", "backward", "begins", "ended", "_end")
     assert called == {**dict.fromkeys(once, 2), "__call__": 4}  # of the model, and of the network in it

@@ -309,6 +309,65 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path, monkeypatch
     assert writer.error is None
 
 
+class SlowFile:
+    """A file on a disk that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answers, self.lines, self.num_dropped = threading.Event(), [], 0
+
+    def append(self, line: str, num_lines: int) -> None:
+        self.answers.wait()
+        time.sleep(0.02)
+        self.lines.append(line)
+
+
+def test_a_slow_moment_of_the_disk_does_not_end_the_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "SETTLE_SECONDS", 0.01)
+    writer, file = Writer(), SlowFile()
+    writer.start()
+    writer.append(file, ["first"])
+    writer.settle()
+    assert file.lines == []
+
+    monkeypatch.setattr(writers, "SETTLE_SECONDS", 60)
+    file.answers.set()
+    writer.append(file, ["second"])
+    writer.settle()
+    assert file.lines == ["first", "second"]
+    writer.close()
+
+
+def test_all_waiting_for_a_slow_disk_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(writers, "MOST_SETTLE_SECONDS", 0.03)
+    writer, file = Writer(), SlowFile()
+    writer.start()
+    writer.append(file, ["first"])
+    for _ in range(20):
+        writer.settle()
+    assert 1 <= len(writer._settling) <= 3  # the others did not wait
+    file.answers.set()
+    writer.close()
+
+
+def test_what_the_thread_just_digests_is_waited_for() -> None:
+    writer, file, digests = Writer(), SlowFile(), threading.Event()
+    file.answers.set()
+
+    def digest() -> None:
+        if not digests.is_set():
+            digests.set()
+            time.sleep(0.02)
+            writer.append(file, ["step"])
+
+    writer.ticks.append(digest)
+    writer.start()
+    digests.wait()
+    writer.settle()
+    assert file.lines == ["step"]
+    writer.close()
+
+
 def test_a_recording_that_cannot_end_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

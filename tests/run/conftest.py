@@ -135,9 +135,9 @@ class Script:
         """`stepscope run -o recording OPTIONS… train.py ARGUMENTS…`."""
         return self.stepscope("run", "-o", "recording", *options, self.path.name, *arguments, **variables)
 
-    def run_in_fork(self, forks: Forks, *options: object) -> Run:
+    def run_in_fork(self, forks: Forks, *options: object, arguments: tuple[str, ...] = ()) -> Run:
         """The same in a fork of a process that has torch: a second instead of several."""
-        words = ["-m", "stepscope", "run", "-o", "recording", *map(str, options), self.path.name]
+        words = ["-m", "stepscope", "run", "-o", "recording", *map(str, options), self.path.name, *arguments]
         return self.python_in_fork(forks, *words)
 
     def python_in_fork(self, forks: Forks, *words: str) -> Run:

@@ -1,7 +1,9 @@
 """`stepscope.record` in somebody's own code: context manager, decorator, and gone without a trace."""
 
+import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +35,29 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+
+class OwnCall(nn.Module):
+    """Calls its forward itself, past nn.Module's call, as GPyTorch's modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def __call__(self, *args):
+        return self.forward(*args)
+
+    def forward(self, inputs):
+        return inputs * self.weight
+
+
+class Objective(OwnCall):
+    def __init__(self, model):
+        nn.Module.__init__(self)
+        self.model = model
+
+    def forward(self, outputs, targets):
+        return (outputs.sum(1) - targets).square().mean()
 
 
 def hooked_places():
@@ -222,3 +247,21 @@ def test_outside_a_recording_step_and_phase_are_free():
     with stepscope.phase("data"):
         pass
     assert hooked_places() == before
+
+
+def test_a_class_with_a_call_of_its_own_is_a_model_too(tmp_path):
+    model, own = OwnCall(), OwnCall.__call__
+    objective, optimizer = Objective(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepscope.record(tmp_path / "run", windows=replace(WINDOWS, warmup=3)) as recorder:
+        for _ in range(NUM_STEPS + 1):
+            objective(model(torch.ones(5, 3)), torch.ones(5)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        copy = pickle.loads(pickle.dumps(model))
+
+    recording = recorder.result.recording
+    timed = [each for each in recording.samples if each.window in ("clean", "free")]
+    assert {(each.num_samples, each.num_micro_batches) for each in timed} == {(5, 1)} and len(timed) == 7
+    assert recording.facts["roots"] == ["OwnCall"]
+    assert vars(copy).keys() == vars(model).keys() == vars(OwnCall()).keys()
+    assert OwnCall.__call__ is own

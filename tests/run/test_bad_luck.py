@@ -17,6 +17,8 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
+# A kill loses what was noted in the last tenth of a second: these steps are longer.
+LONG_STEPS = "import time\n" + STEPS.replace("    optimizer.step()", "    time.sleep(0.11)\n    optimizer.step()")
 
 FORKS = """
 import multiprocessing, os, sys
@@ -122,12 +124,12 @@ FILL_THE_DISK = "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_I
 ENDINGS = {
     "raises": STEPS.format(step=4, action="raise ValueError(step)"),
     "exits": STEPS.format(step=4, action="sys.exit(3)"),
-    "is killed": STEPS.format(step=7, action="os.kill(os.getpid(), signal.SIGKILL)"),
-    "leaves without a word": STEPS.format(step=4, action="os._exit(5)"),
+    "is killed": LONG_STEPS.format(step=7, action="os.kill(os.getpid(), signal.SIGKILL)"),
+    "leaves without a word": LONG_STEPS.format(step=4, action="os._exit(5)"),
     "closes its output": STEPS.format(step=4, action="sys.stdout.close()"),
     "writes TorchScript": STEPS.format(step=4, action="torch.jit.script(model)"),
     "changes its folder": "import os\nos.mkdir('x')\nos.chdir('x')" + STEPS.format(step=99, action="pass"),
-    "fills the disk": "import resource" + STEPS.format(step=4, action=FILL_THE_DISK),
+    "fills the disk": "import resource\n" + LONG_STEPS.format(step=4, action=FILL_THE_DISK),
     "catches errors": CATCHES,
     "steps inside backward": STEPS_INSIDE_BACKWARD,
     "has losses that cannot be read": UNREADABLE_LOSSES,

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+SHORT = ("--warmup", "2", "--clean", "3", "--trace", "1")
 FACTS = """
 import __main__, inspect, json, os, pickle, sys
 from dataclasses import dataclass
@@ -175,9 +176,9 @@ def test_exit_codes_messages_and_atexit_are_the_scripts(lab, ending, exit_code, 
     [(RAISES_IN_BACKWARD, 5), pytest.param(RAISES_CHAINED, 3, marks=pytest.mark.long)],
     ids=["inside backward", "chained"],
 )
-def test_a_traceback_is_the_scripts_own(lab, source, num_steps):
+def test_a_traceback_is_the_scripts_own(lab, forks, source, num_steps):
     script = lab.script(source)
-    bare, run = script.both()
+    bare, run = script.python_in_fork(forks, str(script.path)), script.run(options=(*SHORT, "--quiet"))
     assert run.exit_code == bare.exit_code == 1
     assert _traceback(run) == _traceback(bare)
     assert run.recording.status == "failed"

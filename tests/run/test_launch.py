@@ -35,7 +35,7 @@ def script(lab):
 @pytest.mark.parametrize("name", ["app", "app.zip"])
 def test_a_folder_or_a_zip_file_runs_as_python_runs_it(script, name):
     bare = script.python(name, "--lr", "3")
-    run = script.stepscope("run", "--force", "-o", "recording", "--quiet", name, "--lr", "3")
+    run = script.stepscope("run", "--force", "-o", "recording", "--quiet", "--", name, "--lr", "3")
     assert (run.exit_code, run.stdout) == (0, bare.stdout), run.stderr
     assert run.recording.status == "finished"
 

@@ -186,9 +186,10 @@ NUM_PARAMETERS = 2 * V * D + L * (4 * D**2 + 3 * D * FF + 2 * D)
 
 
 @pytest.fixture(scope="module", params=["DataLoader", "no DataLoader", "nested"])
-def stopwatch(lab, request):
+def stopwatch(lab, forks, request):
     """(seconds of each step by phase as the script timed them, the run, its card)"""
-    run = lab.script(SLEEPER).run(request.param, options=("--json", "--warmup", 3, "--clean", 15, "--trace", 5))
+    options = ("--json", "--warmup", 3, "--clean", 15, "--trace", 5)
+    run = lab.script(SLEEPER).run_in_fork(forks, *options, arguments=(request.param,))
     assert run.exit_code == 0, run.stderr
     watch = json.loads(next(line for line in run.stderr.splitlines() if line.startswith("{")))
     # A step ends with its optimizer: what the loop's body does after that belongs to the next one.

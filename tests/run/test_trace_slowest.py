@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -37,20 +35,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks fork")
-def test_three_gloo_ranks_of_which_one_is_slow(tmp_path):
+def test_three_gloo_ranks_of_which_one_is_slow(forks, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = tmp_path / "run"
     options = ["--warmup", "3", "--clean", "6", "--trace-ranks", "slowest", "--no-memory", "--quiet", "-o", str(run)]
-    command = [
-        sys.executable,
-        "-m",
-        "stepscope",
-        "run",
-        *options,
-        str(tmp_path / "train.py"),
-        str(tmp_path / "store"),
-    ]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
+    words = ["-m", "stepscope", "run", *options, "train.py", str(tmp_path / "store")]
+    exit_code, _, error = forks.run(words, tmp_path, {})
+    assert exit_code == 0, error
 
     session = open_session(run)
     assert [(file.path.parent.parent.name, file.rank) for file in session.trace_files] == [("rank1", 1)]

@@ -125,6 +125,15 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (6, 5), (64, 8)])
+def test_workers_run_on_spare_cores_as_the_finding_says(apply, monkeypatch, cores, workers):
+    monkeypatch.setattr("stepscope.recorder.fixes.changes.num_cores", lambda: cores)
+    apply("waiting_for_data")
+
+    assert DataLoader(list(range(8))).num_workers == workers
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_loaders_get_more_workers_and_those_of_a_stream_do_not(apply):
     fixes = apply("waiting_for_data=3")
     loader = DataLoader(list(range(8)), 2, num_workers=1)

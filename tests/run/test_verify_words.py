@@ -38,6 +38,7 @@ def parsed(*words):
         (["--fix", "a", "--rounds", "5", "train.py", "--clean", "9"], ["train.py", "--clean", "9"], ["a"], 5, False),
         (["train.py", "--fix", "a", "--rounds=2", "--json", "x"], ["train.py", "x"], ["a"], 2, True),
         (["--fix", "a", "x.py", "--", "--fix", "b", "--json"], ["x.py", "--fix", "b", "--json"], ["a"], 4, False),
+        (["--fix", "a", "--", "x.py", "--", "--json"], ["x.py", "--", "--json"], ["a"], 4, False),
         (["--fix", "a", "-m", "pack.train", "--deep", "--fix", "b"], ["pack.train", "--deep"], ["a", "b"], 4, False),
     ],
 )  # fmt: skip
@@ -217,10 +218,14 @@ def test_whatever_ends_a_run_is_a_line(tmp_path, monkeypatch, source, said):
 
 
 def test_a_finding_of_a_recording_says_how_to_prove_it():
-    findings = [Finding("One.", "fix()", (), "no", 1e6, id=name) for name in ("launch_bound", "full_logits")]
+    names = ("launch_bound", "full_logits", "padding")
+    findings = [Finding("One.", "fix()", (), "no", 1e6, id=name) for name in names]
     diagnosis = Diagnosis(1e7, True, tuple(findings), (), (), (), "It is bound by the GPU.", 0.9, ())
 
     shown = terminal_text(diagnosis_document(diagnosis, "runs/my run"), 100)
     assert shown.count("stepscope verify") == 1
     assert "stepscope verify 'runs/my run' --fix launch_bound" in shown
+    shown = " ".join(shown.split())
+    assert shown.count("stepscope run -o runs/changed SCRIPT && stepscope compare 'runs/my run' runs/changed") == 2
+    assert "runs/changed --allow tokens,flops # after the change" in shown
     assert "stepscope verify" not in terminal_text(diagnosis_document(diagnosis), 100)

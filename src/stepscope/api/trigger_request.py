@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -62,15 +61,13 @@ class _Rank:
 
     def ending(self) -> str | None:
         """Return how its process ended; None if it runs, as far as can be seen from here."""
-        from stepscope.session import history
+        from stepscope.session.process import writer_runs
+        from stepscope.trace.recording import read_facts
 
-        facts = requests.read_object(self.folder / files.RECORDING_FILE) or {}
-        if (status := facts.get("status", files.STATUS_INTERRUPTED)) != files.STATUS_INTERRUPTED:
-            return str(status)
-        pid = facts.get("pid")
-        if not isinstance(pid, int) or history.host_of(self.folder) != platform.node() or files.is_running(pid):
-            return None
-        return f"process {pid} was killed"
+        facts = read_facts(self.folder, [])
+        if facts["status"] != files.STATUS_INTERRUPTED:
+            return facts["status"]
+        return f"process {facts['pid']} was killed" if writer_runs(self.folder, facts) is False else None
 
 
 class _Ranks:

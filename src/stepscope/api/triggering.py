@@ -11,7 +11,7 @@ def trigger(
     run: str | os.PathLike[str],
     *,
     trace: int = 3,
-    clean: int = 5,
+    clean: int = 6,
     memory: bool = False,
     stacks: bool = False,
     when: str | None = None,

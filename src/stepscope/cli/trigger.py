@@ -6,7 +6,7 @@ step, timed steps, then traced ones. It becomes a recording of its own, RUN/wind
 (of its median so far), 'step_time > 2s', 'memory > 90%', 'memory > 60GiB', 'every 2h' or 'every 500 steps'.
 
 examples:
-  stepscope trigger runs/train-20260101-120000
+  stepscope trigger
   stepscope trigger runs/train-20260101-120000 --trace 5 --memory
   stepscope trigger runs/train-20260101-120000 --when 'step_time > 1.5x' --limit 2
 """
@@ -19,9 +19,9 @@ from stepscope.cli.support.output import tell
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of the running job")
+    add("run", type=Path, nargs="?", metavar="RUN", help="folder of the running job (default: the latest run)")
     add("--trace", type=int, default=3, metavar="N", help="traced steps, 0 for none (default 3)")
-    add("--clean", type=int, default=5, metavar="N", help="timed steps before the trace (default 5)")
+    add("--clean", type=int, default=6, metavar="N", help="timed steps before the trace (default 6)")
     add("--memory", action="store_true", help="record the source line of every allocation")
     add("--stacks", action="store_true", help="add Python stacks to the trace")
     add("--when", metavar="CONDITION", help="take windows when this becomes true")
@@ -30,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     from stepscope.api.triggering import trigger
+    from stepscope.session import latest_run
 
     folder = trigger(
-        arguments.run,
+        arguments.run or latest_run(),
         trace=arguments.trace,
         clean=arguments.clean,
         memory=arguments.memory,

@@ -241,7 +241,7 @@ class Loop:
             self.usual.sample_loss(tensors)
             return
         is_loss = isinstance(tensors, torch.Tensor) and is_plain(tensors) and tensors.numel() == 1
-        if is_loss and not self._root_depth:
+        if (is_loss or isinstance(tensors, float)) and not self._root_depth:
             self.facts.give(loss=tensors)
         if self.observer is not None:
             self.observer.backward_begins(create_graph, tensors)

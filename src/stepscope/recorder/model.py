@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from sys import _getframe, getrefcount
 from typing import Any, NamedTuple, Protocol
@@ -111,28 +112,33 @@ class _CallChain:
         self.inner = module.__dict__.get("_compiled_call_impl")
         self.call: Callable[..., Any] | None = self.inner
         self.hooks: list[CallHooks] = []
+        self.usual: Usual | None = None  # of the only hook
+        self.own: Any = None  # while it runs: the call of a class that may leave nn.Module's out
         self._module = weakref.ref(module)  # a cycle would keep the module alive until the next garbage collection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        if is_traced() or torch.compiler._is_compiling_flag:
-            return (self.call or module._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
-        hooks = self.hooks
+        if is_traced():
+            return (self.call or self._module()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
+        module, usual, hooks = self._module(), self.usual, self.hooks
         if getrefcount(self) > _NUM_REFERENCES[bool(kwargs)] + len(hooks) or module is None:
             # A script that copies a module's `__dict__` by hand copies this too: the caller's `self` is another one.
             called = _getframe(1).f_locals.get("self", module)
             if called is not module:
                 return (self.inner or called._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
         call = self.call or module._call_impl  # type: ignore[union-attr]  # it has been called: it lives
-        if len(hooks) == 1 and (usual := hooks[0].usual) is not None and usual.is_on:
+        if self.own is not None:
+            if self.own is _BEGUN:
+                return call(*args, **kwargs)
+            call, self.own = self.own, _BEGUN
+        if usual is not None and usual.is_on:
             if usual.is_inside:
                 return call(*args, **kwargs)
             is_usual = False
             try:
-                if num_function_modes() or num_dispatch_modes():
-                    is_usual = unseen(usual.forward_begins, module, args, kwargs)
-                else:
+                if not num_function_modes() and not num_dispatch_modes():
                     is_usual = usual.forward_begins(module, args, kwargs)
+                elif not torch.compiler._is_compiling_flag:
+                    is_usual = unseen(usual.forward_begins, module, args, kwargs)
             except Exception as error:
                 failed(error)
             if is_usual:
@@ -145,6 +151,8 @@ class _CallChain:
                             unseen(self.hooks[0].end, module)
                         except Exception as error:
                             failed(error)
+        if torch.compiler._is_compiling_flag:
+            return call(*args, **kwargs)
         begun: list[CallHooks] = []
         try:
             # A hook may end a step, and with it begin or end a window that hooks this module too.
@@ -162,9 +170,27 @@ class _CallChain:
             except Exception as error:
                 failed(error)
 
+    def hooks_changed(self) -> None:
+        self.usual = self.hooks[0].usual if len(self.hooks) == 1 else None
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules with a `__getstate__` of their own keep it, nn.LSTM among them. Their copies get None.
         return type(None), ()
+
+
+_BEGUN = object()  # in place of a class's own call, once hooks have run
+
+
+def call_with_hooks(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Make a call of a class's own, with the hooks that nn.Module's call would run."""
+    chain = module.__dict__.get("_compiled_call_impl")
+    if not isinstance(chain, _CallChain) or chain.own is not None or chain._module() is not module:
+        return call(module, *args, **kwargs)
+    chain.own = partial(call, module)
+    try:
+        return chain(*args, **kwargs)
+    finally:
+        chain.own = None
 
 
 class _Counter(_CallChain):
@@ -197,6 +223,7 @@ class CallHooks:
             module.__dict__["_compiled_call_impl"] = chain
         self._chain = chain
         chain.hooks.append(self)
+        chain.hooks_changed()
 
     @property
     def module(self) -> nn.Module | None:
@@ -206,6 +233,7 @@ class CallHooks:
     def remove(self) -> None:
         if self in self._chain.hooks:
             self._chain.hooks.remove(self)
+            self._chain.hooks_changed()
         module = self._module()
         if module is None or self._chain.hooks or module.__dict__.get("_compiled_call_impl") is not self._chain:
             return
@@ -288,7 +316,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     >>> batch_size((torch.zeros(4),), {})  # one state of a simulation
     BatchSize(num_tokens=None, num_samples=1)
     """
-    # This runs at every step: sizes that were seen before are looked up.
+    # This may run at every step: sizes that were seen before are looked up.
     parts: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()) if kwargs else args:
         if type(value) is torch.Tensor:

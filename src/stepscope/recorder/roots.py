@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, is_compiled, live_modules
+from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, call_with_hooks, is_compiled, live_modules
 from stepscope.recorder.modes import unseen
-from stepscope.recorder.patches import After, Handle, Patch, remove_all
+from stepscope.recorder.patches import After, Around, Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
 from stepscope.recorder.usual_steps import UsualSteps
 from stepscope.recorder.values import modules_in, parameters_in
@@ -35,10 +36,16 @@ class Roots:
         self._first_call: ModuleCalls | None = None
         self._awaited: list[weakref.ref[nn.Parameter]] = []
         self._search: CalledRoots | None = None
+        self._own_calls: list[Handle] = []
 
     @property
     def modules(self) -> list[nn.Module]:
         return [module for hooks in self._hooks.values() if (module := hooks.module) is not None]
+
+    @property
+    def replaceable(self) -> list[nn.Module]:
+        """Those whose calls go through nn.Module's, so that a fix can replace them."""
+        return [] if self._own_calls else self.modules
 
     def add(self, module: nn.Module) -> None:
         """Hook one root module."""
@@ -86,19 +93,29 @@ class Roots:
         if self._search is None:
             self._search = CalledRoots(live_modules())
 
-    def keep_called(self) -> None:
-        """End the search and keep exactly the modules that were called from outside."""
+    def keep_called(self) -> bool:
+        """End the search, keep exactly the modules that were called from outside, and return whether that is all.
+
+        If none was, and classes have a `__call__` of their own, another step is watched with an eye on those.
+        """
         if self._search is None:
-            return
+            return True
         found, modules = self._search.found, self._search.modules
         self.stop_search()
         if not found:
-            return
+            own = {cls for module in modules for cls in _with_own_call(type(module))}
+            if not own or self._own_calls or self._hooks:
+                return True
+            self._own_calls = [Around(cls, "__call__", call_with_hooks) for cls in own]
+            self.search()
+            return False
         self._hook_idle(list(found.values()), modules)
+        found = _without_objectives(found) if self._own_calls else found
         for key in [key for key in self._hooks if key not in found]:
             self._hooks.pop(key).remove()
         for module in found.values():
             self.add(module)
+        return True
 
     def _hook_idle(self, roots: list[nn.Module], modules: list[nn.Module]) -> None:
         """Hook models that were not called yet: a moving average, one that is trained later, a network in a root."""
@@ -123,7 +140,8 @@ class Roots:
     def attach(self) -> None:
         """Hook every known root again."""
         modules, idle = self.modules, [hooks.module for hooks in self._idle]
-        self.forget()
+        self.detach()
+        self._hooks.clear()
         for module in modules:
             self.add(module)
         self._idle = [self._hook(module) for module in idle if module is not None]
@@ -138,8 +156,25 @@ class Roots:
     def forget(self) -> None:
         """Remove the hooks and release the modules: the script may want the memory back."""
         self.detach()
+        remove_all(self._own_calls)
         self._hooks.clear()
         self._idle.clear()
+
+
+def _without_objectives(found: dict[int, nn.Module]) -> dict[int, nn.Module]:
+    """Return roots without those that hold another one and train nothing else: its objective."""
+    parameters = {key: {id(parameter) for parameter in parameters_in(root)} for key, root in found.items()}
+    parts = {key: {id(part) for part in modules_in(root)} - {key} for key, root in found.items()}
+    is_held = {key: any(one in parts[key] and parameters[key] <= parameters[one] for one in found) for key in found}
+    return {key: root for key, root in found.items() if not is_held[key]}
+
+
+def _with_own_call(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """Yield the classes of a module, its bases among them, that define a `__call__` and are not torch's."""
+    for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        is_own = isinstance(vars(cls).get("__call__"), FunctionType) and not cls.__module__.startswith("torch.")
+        if is_own and issubclass(cls, nn.Module):
+            yield cls
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:

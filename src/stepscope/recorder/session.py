@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from stepscope.recorder.probes import Probes
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.run_facts import loop_facts
 from stepscope.recorder.step_ends import FORWARD, MAX_STEPS_OF_ONE, Boundary
-from stepscope.recorder.step_facts import StepFacts
+from stepscope.recorder.step_facts import NotedStep, StepFacts, joined_steps
 from stepscope.recorder.windows import Progress, Windows, WindowsDone
 
 
@@ -51,9 +51,8 @@ class Session:
         if model is None and windows.warmup < 2:
             raise ValueError("warmup must be at least 2: the first two steps are used to find the model")
         self.folder, self.is_script = folder, is_script
-        self._windows, self._model = windows, model
-        self._tokens_per_step, self._exit_after = tokens_per_step, exit_after
-        self._inference, self._on_roots = inference, on_roots
+        self._windows, self._model, self._on_roots = windows, model, on_roots
+        self._tokens_per_step, self._exit_after, self._inference = tokens_per_step, exit_after, inference
         self._progress = Progress(windows, exit_after, progress or (lambda _line: None))
         self._last_ns = 0  # of the last step
         self._pid = os.getpid()
@@ -75,7 +74,7 @@ class Session:
         self._all_forwards_ns, self._forwards_ns = 0, deque[int](maxlen=MAX_STEPS_OF_ONE + 1)
         self._source: str | None = None  # what ended the first step
         self._is_closed = self._is_abandoned = False
-        self._begun: list[tuple[TimedStep, StepFacts, int]] = []  # the first steps, and how much they compiled
+        self._begun: list[NotedStep] = []  # the first steps, and how much they compiled
         self._restarts = False  # when the open step ends
         self._has_roots = False
         self._num_compiles = 0
@@ -249,8 +248,12 @@ class Session:
             elif rank_and_world_size()[1] == 1:  # ranks must stop at the same step
                 num_left = self._windows.num_steps + windows.MOST_FREE_STEPS - self._step
                 self._loop.start_usual(in_full=False, most_steps=min(num_left, most_steps))
-        elif self._window == windows.CLEAN and self._probes.device is None:
-            self._loop.start_usual(in_full=True, most_steps=1)
+            return
+        self._run.writer.settle()  # a kill loses no step
+        if self._window == windows.CLEAN and self._probes.device is None:
+            num_left = self._run.windows(self._windows).num_left(self._step)
+            # The last one is interpreted alone: the next window looks at what it left in memory.
+            self._loop.start_usual(in_full=True, most_steps=max(1, num_left - 1))
 
     def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
         try:
@@ -294,8 +297,7 @@ class Session:
             finder.num_earlier -= finder.num_joined - 1
             self._restarts = True  # probes have begun, or one was trained alone before
             return
-        steps, facts, nums_compiles = zip(*self._begun)
-        joined = reduce(TimedStep.joined, steps), reduce(StepFacts.joined, facts), sum(nums_compiles)
+        joined = joined_steps(self._begun)
         self._samples.restart(f"a step has {finder.num_sources} optimizers")
         self._probes.forget_windows()
         self._all_forwards_ns -= sum(self._forwards_ns.pop() for _ in range(min(self._step, len(self._forwards_ns))))
@@ -318,10 +320,9 @@ class Session:
         self._loop.is_free = self._samples.waits = False
         self._clock.use_device(self._probes.device)
         self._samples.restart(f"steps are now ended by {self._loop.finder.source}")
-        if self._step == len(self._begun) == 1:
-            # A teacher's forward before the first update, or an optimizer before the first stepscope.step().
-            before, facts, num_compiles = self._begun[0]
-            step, self._loop.facts = before.joined(step), facts.joined(self._loop.facts)
+        if self._step == len(self._begun) == self._loop.finder.num_joined:
+            # A teacher's forward before the first update, or the optimizers before the first stepscope.step().
+            step, self._loop.facts, num_compiles = joined_steps([*self._begun, (step, self._loop.facts, 0)])
             self._num_compiles -= num_compiles
         elif self._source == FORWARD:
             # Forwards before the first backward are no steps but an evaluation, which the loop began with.
@@ -354,11 +355,10 @@ class Session:
             self._has_roots = False
             roots.search()
         elif not self._has_roots and (loop.finder.repeats or self._window != windows.WARMUP):
-            self._has_roots = True
-            roots.keep_called()
+            self._has_roots = roots.keep_called()
             probes.use_gpu(roots.modules)
-            if self._on_roots is not None:
-                self._on_roots(roots.modules)
+            if self._has_roots and self._on_roots is not None:
+                self._on_roots(roots.replaceable)
         if self._window == finished:
             return
         optimizers = loop.optimizers.values()
@@ -381,8 +381,7 @@ class Session:
         self._write_recording(files.STATUS_INTERRUPTED)
 
     def _write_recording(self, status: str) -> None:
-        text = files.json_text(self._facts(status))  # here, because a later step may change the facts
-        self._run.write_recording(text)
+        self._run.write_recording(files.json_text(self._facts(status)))  # a later step may change the facts
 
     def _facts(self, status: str) -> dict[str, Any]:
         return {
@@ -390,6 +389,7 @@ class Session:
             "schema_version": files.SCHEMA_VERSION,
             "status": status,
             "pid": self._pid,
+            "host": platform.node(),
             **loop_facts(self._loop, self._step - self._run.first_step, self._run.timed.num_dropped),
             "windows": self._run.windows(self._windows).counts(),
             "environment": self._probes.environment_facts(),

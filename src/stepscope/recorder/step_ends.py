@@ -52,8 +52,8 @@ class StepFinder:
         """Whether a backward has run."""
         self.num_earlier = 0
         """Training steps that were discarded in a restart, or were found to be steps too late."""
-        self.num_joined = 0
-        """After JOIN: how many of the last steps were parts of one."""
+        self.num_joined = 1
+        """After JOIN, and after RESTART by `stepscope.step()`: how many of the last steps were parts of one."""
         self.most_sources = 0
         """The largest `num_sources` of the steps before a JOIN."""
         self._known: set[Any] = set()
@@ -75,6 +75,9 @@ class StepFinder:
             boundary = self._next(who)
         else:
             boundary = Boundary.RESTART if self.source is not None else Boundary.END
+            # Optimizers that step once each before the first `stepscope.step()` belong to its step.
+            is_one = source == EXPLICIT and len({one for one, _ in self._events}) == len(self._events)
+            self.num_joined = sum(has_ended for _, has_ended in self._events) if is_one else 1
             self.source = source
             self.num_earlier = 0
             self._know({who})
@@ -91,9 +94,9 @@ class StepFinder:
             since = self._runs_since(who)
             every_other = max(2, (len(since) - 1) / 2)
             leaders = {one for one in self._known if sum(one == other for other, _ in since) >= every_other}
-            if leaders:  # a trunk whose heads are trained by turns: this one stands for the last
+            if leaders and leaders != self._known:  # a trunk, heads trained by turns: this one stands for the last
                 self._known = leaders | {who}
-            elif since and min(length for _, length in since) == 1:
+            elif leaders or (since and min(length for _, length in since) == 1):
                 self._join(who)
                 return Boundary.JOIN
             else:
@@ -105,7 +108,7 @@ class StepFinder:
             return Boundary.END
         if self._stepped[who] > MAX_STEPS_OF_ONE:
             # The others have stopped: the steps of this one until now were steps of their own.
-            self.num_earlier += self._stepped.total() - 1
+            self.num_earlier, self.num_joined = self.num_earlier + self._stepped.total() - 1, 1
             self._num_turns += 1
             self._know(set(self._stepped) if self._num_turns <= MAX_TURNS else self._known)
             return Boundary.RESTART

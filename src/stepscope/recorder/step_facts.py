@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
+from stepscope.recorder.clock import TimedStep
 from stepscope.recorder.model import BatchSize, batch_size
 from stepscope.recorder.values import parameters_in
 
@@ -180,3 +182,12 @@ def _kept(loss: torch.Tensor) -> torch.Tensor:
     if has_graphs and not torch.cuda.is_current_stream_capturing():  # add nothing to the script's own graph
         return loss.detach().clone()
     return loss.detach()
+
+
+NotedStep = tuple[TimedStep, StepFacts, int]
+"""A step, what is known of it, and how much it compiled."""
+
+
+def joined_steps(steps: list[NotedStep]) -> NotedStep:
+    timed, facts, nums_compiles = zip(*steps)
+    return reduce(TimedStep.joined, timed), reduce(StepFacts.joined, facts), sum(nums_compiles)

@@ -8,14 +8,13 @@ After milliseconds of computation, nothing of ours is in the core's caches, and 
 microseconds. So what runs in each step is one function per hook, and the writer's thread adds up the steps.
 """
 
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
+from time import perf_counter_ns
 from typing import Any, Protocol
+from weakref import ref
 
-import torch
-from torch import nn
+from torch import Tensor, is_grad_enabled, nn
 
 from stepscope.recorder.clock import Clock
 from stepscope.recorder.history.losses import LossSampler
@@ -32,7 +31,7 @@ from stepscope.recorder.history.noted import (
     UsualStep,
     usual_steps,
 )  # fmt: skip
-from stepscope.recorder.model import batch_size
+from stepscope.recorder.model import BatchSize, batch_size
 from stepscope.recorder.modes import is_traced, unseen, without_subclasses
 from stepscope.recorder.step_ends import EXPLICIT, StepFinder
 from stepscope.recorder.step_facts import Forward, Inputs, is_known
@@ -40,6 +39,7 @@ from stepscope.recorder.values import is_plain
 from stepscope.recorder.wall import failed
 
 INTERPRET_NS = 250_000_000
+INTERPRET_IN_FULL_NS = 100_000_000  # what a kill can cost of the clean window
 # After fewer usual steps in a row than this, the next ones take the long way: twice as many each time, up to a limit.
 LEAST_IN_A_ROW, MAX_REST = 8, 64
 
@@ -66,9 +66,9 @@ class UsualSteps:
 
     __slots__ = (
         *("_clock", "_due_ns", "_events", "_fetches", "_first_of_step", "_inputs", "_is_explicit", "_is_odd"),
-        *("_loop", "_num_in_a_row", "_num_left", "_num_noted", "_num_odd", "_num_rested", "_optimizer", "_owner"),
+        *("_loop", "_most_steps", "_num_in_a_row", "_num_noted", "_num_odd", "_num_rested", "_optimizer", "_owner"),
         *("_rest", "_root", "_steps", "_thread", "_waits", "in_full", "interpreted", "is_inside", "is_interpreting"),
-        *("is_on", "losses", "steps_ended"),
+        *("_shapes", "_size", "_wants_loss", "is_on", "losses", "steps_ended"),
     )
 
     def __init__(self, loop: UsualLoop, clock: Clock) -> None:
@@ -76,7 +76,7 @@ class UsualSteps:
         self.is_inside = False
         """Whether a forward or a backward runs: all that is called there is part of it."""
         self.in_full = False
-        """Whether each phase is noted with its loss, and each step interpreted when it ends."""
+        """Whether each phase is noted with its loss, and every step replayed."""
         self.is_interpreting = False
         self.steps_ended: Callable[[int, int, Iterator[UsualStep]], None]
         """Called with their number, the length of the last, and the steps, which another thread may go through."""
@@ -96,8 +96,12 @@ class UsualSteps:
         self._is_odd = False  # whether the open step has to be replayed
         self._num_noted = self._num_odd = 0  # steps
         self._first_of_step = 0  # event of the open step
-        self._due_ns = self._num_left = 0
+        self._due_ns = self._most_steps = 0
         self._num_in_a_row = self._rest = self._num_rested = 0
+        self._wants_loss = False  # the next backward's, or all
+        # The inputs of the last forward, and their size: comparing them takes less than looking it up.
+        self._shapes: list[Any] | None = None
+        self._size = BatchSize(None, None)
 
     def start(self, thread: int | None, optimizer: Any, owner: Any, in_full: bool, most_steps: int) -> None:
         """Note events from here, the beginning of a step; interpret them after `most_steps` at the latest."""
@@ -106,30 +110,38 @@ class UsualSteps:
             return
         self.is_on = True
         self._thread, self._owner, self.in_full = thread, owner, in_full
+        self._wants_loss = in_full or (self.losses is not None and self.losses.is_due)
         self._is_explicit = owner == EXPLICIT
-        self._optimizer = weakref.ref(optimizer)
-        self._num_left = most_steps
-        self._due_ns = 0 if in_full else time.perf_counter_ns() + INTERPRET_NS
+        self._optimizer = ref(optimizer)
+        self._most_steps = most_steps
+        self._due_ns = perf_counter_ns() + (INTERPRET_IN_FULL_NS if in_full else INTERPRET_NS)
 
     def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if self._waits or not root.training or not torch.is_grad_enabled() or get_ident() != self._thread:
+        if self._waits or not root.training or not is_grad_enabled() or get_ident() != self._thread:
             return False
-        now = time.perf_counter_ns()
+        now = perf_counter_ns()
         self.is_inside = self._waits = True
         key, seen, was_seen = id(root), None, False
         given = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(given, torch.Tensor):
+        if isinstance(given, Tensor):
+            seen = ref(given)
             if self._inputs:
                 with without_subclasses():
                     was_seen = is_known(given, key, self._inputs)
-            seen = weakref.ref(given)
             self._inputs.append((seen, key))
         if self._root is None:
             self._root = key
         elif self._root != key:
             self._is_odd = True
-        forward = key, weakref.ref(root), batch_size(args, kwargs), seen, was_seen
-        self._events.append((FORWARD, now, forward))
+        shapes: list[Any] = [*kwargs]
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) is Tensor:
+                shapes += value.shape, value.dtype
+            else:
+                shapes.append(value if value is None or type(value) is int else object())  # like no other
+        if shapes != self._shapes:
+            self._shapes, self._size = shapes, batch_size(args, kwargs)
+        self._events.append((FORWARD, now, (key, ref(root), self._size, seen, was_seen)))
         return True
 
     def around_backward(self, original: Callable[..., Any], long_way: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,13 +153,12 @@ class UsualSteps:
                 or not self._waits
                 or not self.is_on
                 or self.is_inside
-                or self.in_full
-                or (self.losses is not None and self.losses.is_due)
+                or self._wants_loss
                 or get_ident() != self._thread
             ):
                 return long_way(*args, **kwargs)
             self.is_inside, self._waits = True, False
-            self._events.append((BACKWARD, time.perf_counter_ns(), None))
+            self._events.append((BACKWARD, perf_counter_ns(), None))
             try:
                 return original(*args, **kwargs)
             finally:
@@ -162,15 +173,16 @@ class UsualSteps:
             return False
         self.is_inside, self._waits = True, False
         loss = None
-        if self.in_full and isinstance(tensors, torch.Tensor):
-            loss = _loss(tensors) if type(tensors) is torch.Tensor else unseen(_loss, tensors)
+        if self.in_full and isinstance(tensors, Tensor):
+            loss = _loss(tensors) if type(tensors) is Tensor else unseen(_loss, tensors)
         else:
             self.sample_loss(tensors)
-        self._events.append((BACKWARD, time.perf_counter_ns(), loss))
+        self._events.append((BACKWARD, perf_counter_ns(), loss))
         return True
 
     def sample_loss(self, loss: Any) -> None:
         if self.losses is not None and self.losses.is_due:
+            self._wants_loss = False
             self.losses.take(loss)
 
     def backward_ended(self, _has_returned: bool) -> None:
@@ -178,7 +190,7 @@ class UsualSteps:
         if not self.is_on:
             self._loop.backward_ended()
         elif self.in_full:
-            self._events.append((BACKWARD_ENDED, time.perf_counter_ns(), None))
+            self._events.append((BACKWARD_ENDED, perf_counter_ns(), None))
 
     def around_data(self, original: Callable[..., Any], long_way: Callable[..., Any]) -> Callable[..., Any]:
         """Return what takes the place of a DataLoader's `__next__`."""
@@ -195,13 +207,13 @@ class UsualSteps:
             ):
                 return long_way(iterator)
             self._fetches = True
-            self._events.append((DATA, time.perf_counter_ns(), False))
+            self._events.append((DATA, perf_counter_ns(), False))
             try:
                 return original(iterator)
             finally:
                 self._fetches = False
                 if self.is_on:
-                    self._events.append((DATA_ENDED, time.perf_counter_ns(), None))
+                    self._events.append((DATA_ENDED, perf_counter_ns(), None))
                 else:
                     _guarded(self._loop.data_ended)  # type: ignore[unreachable]  # the call changes it
 
@@ -212,13 +224,13 @@ class UsualSteps:
             return False
         self._fetches = True
         self._is_odd |= starts
-        self._events.append((DATA, time.perf_counter_ns(), starts))
+        self._events.append((DATA, perf_counter_ns(), starts))
         return True
 
     def data_ended(self, _has_returned: bool) -> None:
         self._fetches = False
         if self.is_on:
-            self._events.append((DATA_ENDED, time.perf_counter_ns(), None))
+            self._events.append((DATA_ENDED, perf_counter_ns(), None))
         else:
             self._loop.data_ended()
 
@@ -228,19 +240,29 @@ class UsualSteps:
         def begins(optimizer: Any, args: Any, kwargs: Any) -> None:
             if is_traced():
                 return
-            is_usual = self.is_on and not self._steps and not self.is_inside and get_ident() == self._thread
-            if not is_usual or optimizer is not self._optimizer():
+            if (
+                not self.is_on
+                or self._steps
+                or self.is_inside
+                or optimizer is not self._optimizer()
+                or get_ident() != self._thread
+            ):
                 long_begins(optimizer, args, kwargs)
                 return
             self._steps = True
             if self.in_full:
-                self._events.append((OPTIMIZER, time.perf_counter_ns(), id(optimizer)))
+                self._events.append((OPTIMIZER, perf_counter_ns(), id(optimizer)))
 
         def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
             if is_traced():
                 return
-            is_usual = self.is_on and self._steps and not self.is_inside and get_ident() == self._thread
-            if not is_usual or optimizer is not self._optimizer():
+            if (
+                not self._steps
+                or not self.is_on
+                or self.is_inside
+                or optimizer is not self._optimizer()
+                or get_ident() != self._thread
+            ):
                 long_ended(optimizer, args, kwargs)
                 return
             self._steps = False
@@ -248,7 +270,7 @@ class UsualSteps:
                 if not self._is_explicit:
                     self._end()
                 elif self.in_full:
-                    self._events.append((OPTIMIZER_ENDED, time.perf_counter_ns(), None))
+                    self._events.append((OPTIMIZER_ENDED, perf_counter_ns(), None))
             except Exception as error:
                 failed(error)
 
@@ -262,17 +284,15 @@ class UsualSteps:
         return True
 
     def _end(self) -> None:
-        now = time.perf_counter_ns()
-        is_odd = self._is_odd or self._waits
-        self._events.append((END, now, is_odd))
+        now, events = perf_counter_ns(), self._events
+        events.append((END, now, is_odd := self._is_odd or self._waits))
         self._waits = self._is_odd = False
         self._root = None
         self._inputs.clear()
         self._num_noted += 1
         self._num_odd += is_odd
-        self._num_left -= 1
-        self._first_of_step = len(self._events)
-        if now >= self._due_ns or self._num_left <= 0:
+        self._first_of_step = len(events)
+        if now >= self._due_ns or self._num_noted >= self._most_steps:
             _guarded(self._interpret_and_go_on)
 
     def _interpret_and_go_on(self) -> None:
@@ -367,8 +387,10 @@ class UsualSteps:
                 loop.usual_step_ended(self._owner)
 
 
-def _loss(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor.detach() if is_plain(tensor) and tensor.numel() == 1 else None
+def _loss(tensor: Tensor) -> Tensor | float | None:
+    if not is_plain(tensor) or tensor.numel() != 1:
+        return None
+    return tensor.item() if tensor.device.type == "cpu" else tensor.detach()  # scripts add to a loss in place
 
 
 def _guarded(function: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from stepscope.recorder.compiler.compile_watch import cuda_graphs
+from stepscope.recorder.machine.cpu import num_cores
 from stepscope.recorder.model import is_compiled, replace_call
 from stepscope.recorder.patches import Around, Handle, remove_all
 
@@ -78,7 +78,7 @@ class MoreWorkers(LoaderChange):
     """Raises `num_workers`, and keeps workers between epochs."""
 
     def arguments_of(self, given: dict[str, Any]) -> dict[str, Any]:
-        wanted = int(self.value or min(MOST_WORKERS, max(2, os.cpu_count() or 2)))
+        wanted = int(self.value or min(MOST_WORKERS, max(1, num_cores() - 1)))
         before = given.get("num_workers") or 0
         if isinstance(given.get("dataset"), IterableDataset):
             self.left["a DataLoader of an IterableDataset: each worker would read all of it"] += 1

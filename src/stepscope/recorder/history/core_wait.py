@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 PERIOD_NS = 250_000_000  # between two readings
+STAT = Path("/proc/stat")
 
 
 class CoreTimes:
@@ -34,6 +35,28 @@ class CoreTimes:
         except (OSError, ValueError, IndexError):
             self._due_ns = 2**63
             return None
+
+
+class OtherProcesses:
+    """How much of the machine's cores others use (Linux): other processes, and other machines on the same host."""
+
+    def __init__(self) -> None:
+        self._earlier: tuple[int, int, float] | None = None  # time of all cores and busy time in ticks, own seconds
+
+    def share(self) -> float | None:
+        """Return their share of all cores since the last call; None if that is not known."""
+        try:
+            with STAT.open("rb") as stream:
+                ticks = [int(word) for word in stream.readline().split()[1:9]]
+            all_ticks = sum(ticks)
+            now = all_ticks, all_ticks - ticks[3] - ticks[4], time.process_time()  # idle, waiting for a disk
+        except (OSError, ValueError, IndexError):
+            return None
+        earlier, self._earlier = self._earlier, now
+        if earlier is None or now[0] <= earlier[0]:
+            return None
+        own = (now[2] - earlier[2]) * os.sysconf("SC_CLK_TCK")
+        return round(min(1.0, max(0.0, (now[1] - earlier[1] - own) / (now[0] - earlier[0]))), 3)
 
 
 def available_bytes() -> int | None:

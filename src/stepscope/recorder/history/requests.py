@@ -1,6 +1,6 @@
 """Requests for windows: files in a run's folder, written by `stepscope trigger` or by rank 0, answered by each rank.
 
-    control/request1.json          {"step": 1200, "trace": 3, "clean": 5, "memory": false, "stacks": false, …}
+    control/request1.json          {"step": 1200, "trace": 3, "clean": 6, "memory": false, "stacks": false, …}
     control/request1.rank0.json    {"state": "armed", "step": 1163, "first": 1200, …}
     control/when1.json             {"when": "step_time > 1.5x", "limit": 3, "trace": 3, …}
 
@@ -32,7 +32,7 @@ _NAME = re.compile(r"(request|when)(\d+)\.json")
 class Wanted:
     """What a window should record: after a warm-up step, timed steps, traced ones, and one for its allocations."""
 
-    clean: int = 5
+    clean: int = 6
     trace: int = 3
     memory: bool = False  # with the source line of every allocation
     stacks: bool = False  # Python stacks in the trace

@@ -143,7 +143,7 @@ class Samples:
         self._num_queued += 1
         self._queue.append((digested, values))
         if not self.waits:
-            self.flush()
+            self.digest()
 
     # --- the lines of each ----------------------------------------------------------------------
 

@@ -41,6 +41,10 @@ class TriggeredWindow:
         """Return the window that contains a step of the run."""
         return self._windows.at(step - self.first_step)
 
+    def num_left(self, step: int) -> int:
+        """Return the number of steps left in the window of a step of the run."""
+        return self._windows.num_left(step - self.first_step)
+
     def counts(self) -> dict[str, int]:
         """Return the number of steps of each window."""
         return self._windows.counts()

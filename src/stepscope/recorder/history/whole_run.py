@@ -16,7 +16,7 @@ from stepscope.recorder.clock import TimedStep
 from stepscope.recorder.history import requests
 from stepscope.recorder.history.clocks import process_began
 from stepscope.recorder.history.control import Control
-from stepscope.recorder.history.core_wait import CoreTimes, available_bytes
+from stepscope.recorder.history.core_wait import CoreTimes, OtherProcesses, available_bytes
 from stepscope.recorder.history.history import History
 from stepscope.recorder.history.losses import LossSampler
 from stepscope.recorder.history.requests import Request
@@ -41,7 +41,7 @@ class WholeRun:
         self.triggered: TriggeredWindow | None = None  # the one that is open
         self._num_collections: int | None = None
         self._total_bytes: int | None = None
-        self._core_times = CoreTimes()
+        self._core_times, self._others = CoreTimes(), OtherProcesses()
         self.writer = Writer()
         self.history = History(folder, self.writer, process_began() if is_script else None, self._read)
         self.samples = Samples(folder, self.writer, self.history)
@@ -181,6 +181,8 @@ class WholeRun:
                 found["total_bytes"] = self._total_bytes
         machine = {"resident_bytes": resident_bytes(), "available_bytes": available_bytes()}
         found |= {name: value for name, value in machine.items() if value is not None}
+        if (share := self._others.share()) is not None:
+            found["others_share"] = share
         if self._probes.counters is not None and (gpu := self._probes.counters.take_sums()):
             found["gpu"] = gpu
         return found

@@ -19,6 +19,7 @@ POLL_SECONDS = 0.25
 MOST_WAITING = 20_000  # lines: 5 MB
 CLOSE_SECONDS = 20.0
 SETTLE_SECONDS = 0.25
+MOST_SETTLE_SECONDS = 3.0  # in the whole run
 LEAST_STOPPED_NS = 1_000_000_000
 
 
@@ -40,7 +41,8 @@ class Writer:
         self._num_waiting = 0
         self._pid: int | None = None
         self._is_closing = False
-        self._settles = True
+        self._settling: deque[Callable[[], None]] = deque()
+        self._patience_s = MOST_SETTLE_SECONDS
         self._wakes, self._is_idle = _thread.allocate_lock(), _thread.allocate_lock()
 
     @property
@@ -90,13 +92,14 @@ class Writer:
                 pass  # it woke by itself
 
     def settle(self) -> None:
-        """Wait until all that was put is written, so that a kill loses nothing; not after it took long once."""
-        if self.has_thread and self._settles:
-            is_written = _thread.allocate_lock()
+        """Wait until all that was put is written, so that a kill loses nothing; not on a disk that is slow."""
+        if self.has_thread and self._patience_s > 0 and self.error is None:
+            is_written, began = _thread.allocate_lock(), time.perf_counter()
             is_written.acquire()
-            self._jobs.append(is_written.release)
+            self._settling.append(is_written.release)
             self.wake()
-            self._settles = is_written.acquire(timeout=SETTLE_SECONDS)
+            is_written.acquire(timeout=SETTLE_SECONDS)
+            self._patience_s -= time.perf_counter() - began
 
     def close(self) -> None:
         """Wait until everything is written, but not forever."""
@@ -128,10 +131,14 @@ class Writer:
             self.stopped(began_ns, ns)
 
     def _work(self) -> None:
+        # Who begins to wait from here on may have put something that the ticks miss.
+        settling = [self._settling.popleft() for _ in range(len(self._settling))]
         for tick in self.ticks:
             tick()
         while self._jobs and self.error is None:
             self._jobs.popleft()()
+        for release in settling:
+            release()
 
     def _end(self, why: str) -> None:
         """Write nothing from here on. The session ends the measurement when it next looks."""

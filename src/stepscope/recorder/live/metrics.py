@@ -37,7 +37,7 @@ def live_metrics(session: Session, is_exact: bool = True) -> dict[str, float]:
     found["goodput"] = tally.goodput()
     # After the clean window, the probes add to what the allocator has seen.
     memory = probes.facts.get("memory") or memory_facts(probes.device)
-    found["peak_memory_gib"] = memory.get("peak_allocated_bytes", memory["peak_resident_bytes"]) / 2**30
+    found["timed_peak_memory_gib"] = memory.get("peak_allocated_bytes", memory["peak_resident_bytes"]) / 2**30
     return {PREFIX + name: value for name, value in found.items() if value is not None}
 
 

@@ -178,6 +178,7 @@ class Child:
         speaks = (is_first if rank is None else rank == 0) and not trains_itself
         shared = json.loads((options.folder / files.RECORDING_FILE).read_bytes())
         facts = {name: shared[name] for name in SHARED_FACTS if name in shared}
+        facts["command"] |= {"script": str(sys.argv[0])} if sys.argv else {}  # the command may be a launcher's
         options = dataclasses.replace(options, folder=folder, windows=windows)
         session = session_of(options, facts, self._fixes, wall.tell if speaks and not options.is_quiet else None)
         self._pid = os.getpid()

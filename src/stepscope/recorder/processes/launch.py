@@ -91,9 +91,8 @@ def _command(name: str) -> Path:
         import shlex
 
         near = difflib.get_close_matches(name, [str(path) for path in Path(name).parent.glob("*.py")], 1, 0.75)
-        raise ValueError(
-            f"{name} not found. Run `stepscope run {shlex.quote(near[0]) if near else 'path/to/train.py'}`"
-        )
+        instead = "-m torch.distributed.run …" if name == "torchrun" else "path/to/train.py"
+        raise ValueError(f"{name} not found. Run `stepscope run {shlex.quote(near[0]) if near else instead}`")
     pythons, ours = [_interpreter(path) for path in found], Path(sys.executable).parent.resolve()
     for path, python in zip(found, pythons):
         if python is not None and (os.sep not in python or Path(python).parent.resolve() == ours):
