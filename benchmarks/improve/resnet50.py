@@ -8,8 +8,9 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--tiny", action="store_true")
-tiny = parser.parse_args().tiny
-depths, width, size, batch = ((1, 1, 1, 1), 8, 32, 4) if tiny else ((3, 4, 6, 3), 64, 224, 128)
+parser.add_argument("--batch", type=int, default=128)
+asked = parser.parse_args()
+depths, width, size, batch = ((1, 1, 1, 1), 8, 32, 4) if asked.tiny else ((3, 4, 6, 3), 64, 224, asked.batch)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
-from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from stepscope.errors import MissingDependencyError, UsageError, need_torch
@@ -143,6 +142,8 @@ def _unreadable() -> str | None:
 
 
 def _improvement(search: Search, command: Command, folder: Path) -> Improvement:
+    from statistics import geometric_mean
+
     from stepscope.analysis.comparison.improvement import Improvement
     from stepscope.analysis.comparison.losses import DIFFER, REDUCED, TOLERANCE
     from stepscope.analysis.comparison.verification import loss_noise

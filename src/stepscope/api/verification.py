@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
@@ -57,6 +56,8 @@ def verify(
     >>> verify("runs/baseline", fix="unfused_optimizer", yes=True).fixes[0].status  # doctest: +SKIP
     """
     need_torch()
+    from statistics import geometric_mean
+
     from stepscope.analysis.comparison.verification import Plan, Verification, steps_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
     from stepscope.findings.fixes import parse_fix

@@ -22,6 +22,7 @@ from pathlib import Path
 from stepscope.api.improvement import improve
 from stepscope.cli.support.options import positive, seconds, share
 from stepscope.cli.support.output import Progress, print_answer, tell
+from stepscope.cli.support.program import add_program_arguments
 from stepscope.errors import UsageError
 from stepscope.formatting import safe
 
@@ -38,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on after the time was up, with all runs from before")
     add("--json", action="store_true", help="print JSON instead of text (docs/improve.md)")
     add("--quiet", action="store_true", help="suppress progress output")
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m")
-    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
+    add_program_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

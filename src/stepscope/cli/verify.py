@@ -101,8 +101,8 @@ class _Rest(argparse.ArgumentParser):
 def _own_options(arguments: argparse.Namespace) -> list[str]:
     """Return TARGET and its arguments; Stepscope's options that follow it are read into `arguments`."""
     words: list[str] = arguments.module or arguments.target
-    if not words:
-        return []
+    if words[:1] in ([], ["--"]):
+        return words[1:]
     parser = _Rest(add_help=False, allow_abbrev=False)
     if not arguments.module and Path(words[0]).is_dir():
         _add_options(parser)
