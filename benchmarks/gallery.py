@@ -6,12 +6,14 @@
     python benchmarks/gallery.py OUT --read docs/gallery.md     the page, on a machine without torch
 
 Recording writes OUT/gallery.tar, to which each model is added as it ends, and OUT/summary.json. A model that fails or
-takes too long does not stop the others: the page says what happened. Weights are random and data is made up, so
+takes too long does not stop the others: the page says what happened. A script that has changed since must be recorded
+again. Weights are random and data is made up, so
 nothing is downloaded.
 """
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import signal
@@ -112,32 +114,41 @@ def pack(folder: Path, archive: Path) -> list[str]:
 
 def page(out: Path) -> str:
     summary = json.loads((out / "summary.json").read_text())
-    head, sections, device = [], [], ""
+    head, sections, kinds, device = [], [], {}, ""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(out / "gallery.tar") as tar:
             tar.extractall(folder, filter="data")
         for name in SCRIPTS:
             if name not in summary:
                 continue
-            problem = summary[name]["problem"]
-            try:
-                card = read("show", Path(folder) / name)
-                found = read("diagnose", Path(folder) / name)
-            except ValueError as error:
-                sections.append(f"## {name}\n\n{about(name)}\n\nNot measured: {problem or error}.\n")
+            recording = Path(folder) / name
+            if problem := "; ".join(filter(None, (summary[name]["problem"], old_script(name, recording)))):
+                sections.append(f"## {name}\n\n{about(name)}\n\nNot measured: {problem}.\n")
                 continue
+            card, found = read("show", recording), read("diagnose", recording)
             device = device or conditions(card)
+            kinds |= {each["id"]: each["what"] for each in found["ledger"]["rows"]}
             head.append(line(name, card, found))
-            sections.append(section(name, card, found, problem))
-    return INTRODUCTION.format(device=device, rows="\n".join(head)) + "\n" + "\n".join(sections)
+            sections.append(section(name, card, found))
+    rows = "\n".join(f"| {names()[row]} | {cell(what)} |" for row, what in kinds.items())
+    introduction = INTRODUCTION.format(device=device, rows="\n".join(head))
+    return introduction + "\n" + "\n".join(sections) + LEGEND.format(rows=rows)
+
+
+def old_script(name: str, recording: Path) -> str | None:
+    """Return that a recording is of another version of its script, if it is."""
+    facts = recording / "recording.json"
+    recorded = json.loads(facts.read_text())["command"].get("sha256") if facts.is_file() else None
+    now = hashlib.sha256((ROOT / "benchmarks" / SCRIPTS[name]).read_bytes()).hexdigest()
+    return "the script has changed since" if recorded not in (None, now) else None
 
 
 def read(verb: str, recording: Path) -> dict[str, Any]:
-    """Return what a verb says about a recording as JSON; ValueError if it fails."""
+    """Return what a verb says about a recording as JSON."""
     words = [sys.executable, "-m", "stepscope", verb, str(recording), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "src"), **os.environ})
-    if done.returncode:
-        raise ValueError(done.stderr.strip())
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT / "src"), **os.environ}
+    )
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
@@ -152,8 +163,8 @@ def conditions(card: dict[str, Any]) -> str:
     return f"{environment['device_name']}, torch {environment['torch']}, Python {environment['python']}"
 
 
-def milliseconds(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g} ms" if value < 100 else f"{value:,.0f} ms"
+def milliseconds(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 99.95 else f"{value:#.3g} ms"
 
 
 def percent(share: float | None) -> str:
@@ -162,41 +173,48 @@ def percent(share: float | None) -> str:
 
 def saving(finding: dict[str, Any]) -> str:
     if finding["saving_ms"] is None:
-        return f"{finding['saving_bytes'] / 2**30:.2f} GiB" if finding["saving_bytes"] else ""
+        return f"{finding['saving_bytes'] / 2**30:.2f} GiB of memory" if finding["saving_bytes"] else ""
     if finding["saving_low_ms"] is None:
         return f"{'up to ' if finding['upper_bound'] else ''}{milliseconds(finding['saving_ms'])}"
     low, high = milliseconds(finding["saving_low_ms"]), milliseconds(finding["saving_high_ms"])
-    return f"{low} to {high} (expected: {milliseconds(finding['saving_ms'])})"
+    return f"{milliseconds(finding['saving_ms'])} ({low} to {high})"
+
+
+def causes(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in found["findings"] if each["id"] != "unclaimed_time"]
 
 
 def line(name: str, card: dict[str, Any], found: dict[str, Any]) -> str:
     rate, mfu, ledger = card["throughput"], card["mfu"], found["ledger"]
-    causes = [each["id"] for each in found["findings"] if each["id"] != "unclaimed_time"]
+    step_ms = ledger["step_ms"]
+    largest = sorted((each for each in causes(found) if each["saving_ms"]), key=lambda each: -each["saving_ms"])[:3]
     cells = [
         f"[{name}](#{name})",
-        milliseconds(found["step_ms"]),
+        milliseconds(step_ms),
         f"{rate['per_s']:,.0f} {rate['unit']}/s" if rate else "unknown",
         percent(mfu and mfu["share"]),
-        percent(ledger and ledger["limit_share"]),
-        percent(ledger and sum(each["share"] for each in ledger["rows"] if each["kind"] == "unknown")),
-        link(causes[0]) if causes else "none",
+        percent(ledger["limit_share"]),
+        percent(sum(each["share"] for each in ledger["rows"] if each["kind"] == "unknown")),
+        ", ".join(f"{link(each['id'])} {each['saving_ms'] / step_ms:.0%}".replace("%", " %") for each in largest),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def section(name: str, card: dict[str, Any], found: dict[str, Any], problem: str | None) -> str:
-    parts = [f"## {name}", about(name), card["verdict"]]
-    if problem:
-        parts.append(f"The run did not end by itself ({problem.splitlines()[0]}): these are its steps until then.")
-    if found["ledger"]:
-        parts.append(ledger_table(found["ledger"]))
-    unclaimed = milliseconds(found["unclaimed_ms"])
-    parts.append(f"{found['binds']} No finding explains {unclaimed} of the losses.")
-    rows = [f"| {link(each['id'])} | {saving(each)} | {cell(each['sentence'])} |" for each in found["findings"]]
-    parts.append(
-        "\n".join(["| finding | saves per step | why |", "|---|---|---|", *rows]) if rows else "No findings."
-    )
-    parts.append(f"Again: `{' '.join(command(name, f'runs/{name}'))}`, then `stepscope diagnose runs/{name}`.")
+def section(name: str, card: dict[str, Any], found: dict[str, Any]) -> str:
+    folder = f"runs/{name}"
+    parts = [f"## {name}", about(name), f"{card['verdict']} {found['binds']}"]
+    rows = [
+        f"| {link(each['id'])} | {saving(each)} | {cell(each['sentence'])} | {cell(each['fix'])} |"
+        for each in causes(found)
+    ]
+    table = ["| finding | expected saving per step (90 % interval) | why | fix |", "|---|---|---|---|", *rows]
+    parts += ["\n".join(table) if rows else "No findings.", ledger_table(found["ledger"])]
+    if found["unclaimed_ms"]:
+        largest = [cell(each["sentence"]) for each in found["findings"] if each["id"] == "unclaimed_time"]
+        unclaimed = f"No finding explains {milliseconds(found['unclaimed_ms'])} of these losses."
+        parts.append(" ".join([unclaimed, *(["The largest parts:"] if largest else [])]))
+        parts += ["\n".join(f"- {each}" for each in largest)] if largest else []
+    parts.append(f"To reproduce: `{' '.join(command(name, folder))}`, then `stepscope diagnose {folder}`.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -204,23 +222,29 @@ def link(rule: str) -> str:
     return f"[{rule}](findings/{rule}.md)"
 
 
-def ledger_table(ledger: dict[str, Any]) -> str:
-    """Return the rows of a ledger, the limit first; small ones of a kind are one row."""
+def names() -> dict[str, str]:
+    """Return the names of a ledger's rows."""
     sys.path.insert(0, str(ROOT / "src"))
     from stepscope.document.ledger import NAMES  # needs Polars, which recording does without
 
-    lines = ["| owner | per step | share | what it is |", "|---|---:|---:|---|"]
+    return NAMES
+
+
+def ledger_table(ledger: dict[str, Any]) -> str:
+    """Return the rows of a ledger, the limit first; small ones of a kind are one row."""
+    lines = ["| a step's time | per step | share |", "|---|---:|---:|"]
+    if abs(sum(each["ms"] for each in ledger["rows"]) - ledger["step_ms"]) > 1e-6 * ledger["step_ms"]:
+        raise ValueError(f"The rows of this ledger do not add up to its step: {ledger}")
     for kind in ("limit", "work", "rates", "loss", "unknown"):
         rows = sorted((each for each in ledger["rows"] if each["kind"] == kind), key=lambda each: -each["ms"])
         large = [each for each in rows if abs(each["share"]) >= SMALL]
-        rest = [sum(each[key] for each in rows if each not in large) for key in ("ms", "share")]
-        for each in large:
-            owner, what = NAMES[each["id"]], cell(each["what"])
-            lines.append(f"| {owner} | {milliseconds(each['ms'])} | {percent(each['share'])} | {what} |")
-        if rest[1] >= SMALL / 5:
-            title = "smaller losses" if kind == "loss" else f"smaller rows of {kind}"
-            lines.append(f"| {title} | {milliseconds(rest[0])} | {percent(rest[1])} | |")
-    lines.append(f"| **the step** | {milliseconds(ledger['step_ms'])} | 100 % | |")
+        rest = [each for each in rows if each not in large]
+        shown = [(names()[each["id"]], each["ms"], each["share"]) for each in large]
+        if rest:
+            title = "smaller losses" if kind == "loss" else f"smaller rows ({kind})"
+            shown.append((title, sum(each["ms"] for each in rest), sum(each["share"] for each in rest)))
+        lines += [f"| {owner} | {milliseconds(ms)} | {percent(share)} |" for owner, ms, share in shown]
+    lines.append(f"| **the step** | {milliseconds(ledger['step_ms'])} | 100 % |")
     return "\n".join(lines)
 
 
@@ -230,18 +254,38 @@ def cell(text: str) -> str:
 
 INTRODUCTION = """# Gallery
 
-Ten public models, each trained for some seconds by a short script, as people train them, under `stepscope run`.
-Weights are random and data is made up, so nothing is downloaded. Measured on: {device}.
+What Stepscope finds in public models, each trained for some seconds by a short script, written the way such scripts
+usually are. Weights are random and data is made up, so nothing is downloaded: the times are real, the losses mean
+nothing. Measured on: {device}.
 
-*Limit* is the share of a step that its work needs at the device's peak rates. *Unexplained* is the share without an
-owner. A table for each model splits its step without remainder: [the ledger](diagnose.md#the-ledger).
-
-| model | step | throughput | MFU | limit | unexplained | largest finding |
+| model | average step | throughput | MFU | limit | unexplained | largest findings, expected saving |
 |---|---:|---:|---:|---:|---:|---|
 {rows}
 
-All of them again, in a checkout and with transformers installed: `python benchmarks/gallery.py OUT`. This page from
-the recordings: `python benchmarks/gallery.py OUT --read docs/gallery.md`.
+*Limit* is the share of a step that its work needs at the device's peak rates. *Unexplained* is the share whose owner
+or least time is unknown. For each model below, one table has the findings, and one splits the average step without
+remainder: [the ledger](diagnose.md#the-ledger), whose rows are explained [at the end](#what-the-rows-mean). Findings
+overlap, so their savings do not add up: torch.compile, for one, is the fix for several. The host was shared,
+so steps in which the GPU waits for it vary from run to run.
+
+These savings are predictions. `stepscope improve` made such changes and measured them on the same GPU:
+[nanoGPT 1.24×, a Hugging Face Trainer 2.56×, ResNet-50 2.93×](results/h200/improve/README.md).
+
+Whole investigations, each with its report: the [five studies](studies.md)
+[nano](results/h200/study-nano/report/report.md), [megalodon](results/h200/study-megalodon/report/report.md),
+[hydra](results/h200/study-hydra/report/report.md), [tsmoe](results/h200/study-tsmoe/report/report.md) and
+[cs336](results/h200/study-cs336/report/report.md) ([all results](results/README.md)).
+
+To reproduce all of it, in a checkout with transformers, on a GPU: `python benchmarks/gallery.py OUT` records
+all models in 4 minutes, `--only t5` one of them, and `--read docs/gallery.md` writes this page.
+"""
+
+LEGEND = """
+## What the rows mean
+
+| row | what it is |
+|---|---|
+{rows}
 """
 
 

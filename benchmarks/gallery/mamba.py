@@ -11,7 +11,7 @@ sizes = {
     "vocab_size": 50288, "hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64,
     "state_size": 128, "n_groups": 1, "chunk_size": 128,
 }  # fmt: skip
-batch, length = 8, 512
+batch, length = 2, 512
 if tiny:
     sizes |= {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
     sizes |= {"state_size": 8, "chunk_size": 8}
