@@ -119,11 +119,17 @@ def test_every_key_of_the_json_is_documented(result, tmp_path):
     assert sorted(key for key in found if f"`{key}`" not in page) == []
 
 
+@pytest.fixture(scope="module")
+def eight_ranks() -> dict[str, Any]:
+    return as_json(PUBLIC / "dlrm_8ranks_v100", "--no-cache")
+
+
 @needs_traces
 @pytest.mark.parametrize("name", ["dlrm_8ranks_v100", "qwen0.5b_h100_stacks.json.gz"])
-def test_every_key_of_the_json_of_real_traces_is_documented(name):
+def test_every_key_of_the_json_of_real_traces_is_documented(name, request):
     page = DOCS.read_text()
-    found = as_json(PUBLIC / name, "--no-cache")
+    is_folder = name == "dlrm_8ranks_v100"
+    found = request.getfixturevalue("eight_ranks") if is_folder else as_json(PUBLIC / name, "--no-cache")
 
     assert sorted(key for key in keys_of(found) if f"`{key}`" not in page) == []
     if found["across_ranks"]:
@@ -365,15 +371,12 @@ def test_two_traces_that_say_one_rank_after_their_events_are_told_too(tmp_path):
 
 
 @needs_traces
-def test_the_eight_ranks_of_dlrm_have_their_exact_figures(tmp_path):
-    folder = PUBLIC / "dlrm_8ranks_v100"
+def test_the_eight_ranks_of_dlrm_have_their_exact_figures(eight_ranks):
     exact = json.loads((PUBLIC / "exact_gpu_time.json").read_text(), parse_float=Decimal)
     expected = {row["file"].removeprefix("dlrm_8ranks_v100/"): row for row in exact if row["file"].startswith("dlrm")}
 
-    found = as_json(folder, STEPSCOPE_CACHE=str(tmp_path))
-
-    assert found["trace"]["ranks"] == list(range(8))
-    for rank in found["ranks"]:
+    assert eight_ranks["trace"]["ranks"] == list(range(8))
+    for rank in eight_ranks["ranks"]:
         row = expected.pop(Path(rank["file"]).name)
         for theirs, ours in (
             ("window_ms", "window_ns"),

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from history_maker import Run, a_week, write_history
+from stepscope.cli.main import main
 from verbs import run_verb
 
 COMMAND = [sys.executable, "-m", "stepscope", "watch"]
@@ -294,3 +295,19 @@ def test_a_week_needs_little_memory_and_reads_its_file_once(tmp_path):
     assert "6,000,000 steps" in done.stdout
     assert int(re.search(r"VmHWM:\s+(\d+) kB", done.stdout)[1]) < 200 * 1024
     assert (run / "history.jsonl").stat().st_size < 20e6
+
+
+def test_trigger_takes_the_latest_run_too(tmp_path, monkeypatch, capsys):
+    finish(write_history(tmp_path / "runs" / "train", Run(num_steps=100, ends=None)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["trigger"]) == 2
+    assert "the run in runs/train has ended (finished)" in capsys.readouterr().err
+
+
+def test_files_without_permission_are_one_line(run, monkeypatch, capsys):
+    def refuse(*_args, **_kwargs):
+        raise PermissionError(13, "Permission denied", str(run / "history.jsonl"))
+
+    monkeypatch.setattr("stepscope.cli.watch.main", refuse)
+    assert main(["watch", str(run)]) == 2
+    assert capsys.readouterr().err == f"stepscope watch: {run}/history.jsonl cannot be opened: Permission denied\n"

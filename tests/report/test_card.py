@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import platform
 import re
 import shlex
 from pathlib import Path
@@ -284,10 +286,21 @@ def test_a_run_that_was_cut_off_early_still_has_a_card(num_steps):
     assert "interrupted, or still running" in text and "None" not in text
 
 
+def test_a_run_that_has_not_ended_says_whether_its_process_runs():
+    facts = {"command": {"argv": ["train.py"]}, "status": "interrupted", "host": platform.node()}
+    for pid, said in ((os.getpid(), "still running"), (2**22 + 1, "interrupted")):  # a number that no process has
+        text = str(read(write_recording(Path(said), facts | {"pid": pid}, [])))
+
+        assert f"train.py   {said}\n" in text
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"steps": {"source": "step()", "num_sources": 1}}, "the script calls stepscope.step()"),
+        (
+            {"steps": {"source": "step()", "num_sources": 1}},
+            "each ends with stepscope.step() or where the trainer says so",
+        ),
         ({"steps": {"source": "forward", "num_sources": 1}}, "no optimizer stepped"),
         ({"steps": {"source": "optimizer", "num_sources": 2}}, "(2 optimizers)"),
         ({"steps": {"source": "optimizer", "num_lines_dropped": 1234}}, "1,234 lines are not in samples.jsonl"),

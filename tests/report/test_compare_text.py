@@ -188,3 +188,16 @@ def test_markdown_for_a_pull_request():
 def test_escaping_changes_no_ordinary_text():
     assert escaped("a step takes 1.2 ms (+3 %): slower") == "a step takes 1.2 ms (+3 %): slower"
     assert "http:" not in escaped("http://evil.example") and "www." not in escaped("www.evil.example")
+
+
+@pytest.mark.parametrize(
+    ("factor", "rate", "is_said"),
+    [(0.9, 0.6, True), (0.9, 1.1, False), (1.0, 0.6, True), (1.2, 0.8, False), (1.2, 1.3, True), (0.9, 0.97, False)],
+)
+def test_a_throughput_that_contradicts_the_compared_steps_is_in_the_first_sentence(factor, rate, is_said):
+    base, new = (
+        replace(each, measures={**each.measures, "samples_per_second": Measure(per_s)})
+        for each, per_s in ((subject(), 100.0), (subject(factor), 100.0 * rate))
+    )
+    verdict = comparison_document(comparison(compare_pair(base, new)), 8).verdict
+    assert ("But samples/s of the whole loop changed by" in verdict) == is_said

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stepscope import TraceError, UsageError, analyze, export, open
+from stepscope.exporters.export import write_export
 from stepscope.exporters.flame import stacks_of
 from stepscope.exporters.selection import select
 from trace_builder import PUBLIC, TRACES, TraceBuilder, needs_traces
@@ -240,13 +241,14 @@ def real(tmp_path_factory, forks) -> Path:
 
 
 def test_every_op_that_has_arguments_runs_alone(real, forks, tmp_path):
-    host = open(real).linked.host
+    session = open(real)
+    host = session.linked.host
     ops = host.filter(host["kind"] == "op")
     names = sorted({name for name in ops["name"].cast(str) if name.startswith("aten::")})
     scripts = []
     for name in names:
         try:
-            scripts.append(export(real, "repro", op=name, output=tmp_path / f"{name[6:]}.py"))
+            scripts.append(write_export(session, "repro", tmp_path / f"{name[6:]}.py", op=name).path)
         except UsageError as error:
             pytest.fail(f"{name}: {error}")
     runner = "import runpy, sys\nfor path in sys.argv[1:]:\n    sys.argv[1:] = ['cpu']\n    runpy.run_path(path)\n"

@@ -65,6 +65,13 @@ def test_what_is_not_there_is_refused_with_what_is(trace, capsys, asked, answer)
     assert sorted(path.name for path in Path().iterdir()) == ["mine.json.gz"]
 
 
+def test_the_format_may_come_first_and_the_path_may_be_the_latest_run(trace, capsys):
+    assert main(["export", "perfetto", trace, "-o", "first.json"]) == 0
+    capsys.readouterr()
+    assert "x.json is not a format: choose from perfetto, speedscope" in failed(capsys, trace, "x.json")
+    assert "runs" in failed(capsys, "flame")  # there is none here
+
+
 def test_a_path_that_is_not_there(trace, capsys):
     assert "other.json does not exist" in failed(capsys, "other.json", "perfetto")
 

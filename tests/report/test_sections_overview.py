@@ -95,6 +95,8 @@ def test_a_traces_overview(tmp_path):
 
 def test_titles_that_a_colleague_knows(tmp_path):
     assert title_of(open_session(gpu_recording(tmp_path / "run"))) == "train.py on NVIDIA H200"
+    command = {"argv": ["/torch/distributed/run.py", "ddp.py"], "script": "/home/me/ddp.py"}
+    assert title_of(open_session(gpu_recording(tmp_path / "ranks", command=command))) == "ddp.py on NVIDIA H200"
     path = step_trace(tmp_path / "my_trace.json", deviceProperties=[{"name": "NVIDIA B200"}])
     assert title_of(open_session(path)) == "my_trace.json on NVIDIA B200"
     empty = write_recording(tmp_path / "empty", {"status": "interrupted"}, [])

@@ -94,6 +94,12 @@ def test_a_script_that_never_imported_torch(tmp_path):
     assert read(folder).verdict.startswith("Nothing was measured: the script never imported torch.")
 
 
+def test_a_script_that_was_killed_before_it_imported_torch(tmp_path):
+    folder = write_recording(tmp_path / "run", {"command": {"argv": ["hello.py"]}, "status": "interrupted"}, [])
+
+    assert "has not imported torch yet, or was stopped" in read(folder).verdict
+
+
 def test_a_script_that_trains_in_other_processes(tmp_path):
     said = verdict_of(tmp_path / "run", num_child_processes=4)
 

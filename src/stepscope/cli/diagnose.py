@@ -25,7 +25,13 @@ import argparse
 from pathlib import Path
 
 from stepscope.cli.support.answers import answer
-from stepscope.cli.support.options import add_source_arguments, add_spread_argument, opened, words
+from stepscope.cli.support.options import (
+    add_source_arguments,
+    add_spread_argument,
+    keep_queries_in_one_thread,
+    opened,
+    words,
+)
 from stepscope.cli.support.output import print_answer
 from stepscope.errors import UsageError
 from stepscope.session import import_beside, latest_run
@@ -47,12 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    return answer("diagnose", arguments, [arguments.path or latest_run()], lambda: _diagnose(arguments))
+    path = arguments.path or latest_run()
+    keep_queries_in_one_thread(path)
+    return answer("diagnose", arguments, [path], lambda: _diagnose(arguments))
 
 
 def _diagnose(arguments: argparse.Namespace) -> None:
     with opened(arguments, arguments.path) as session:
-        import_beside("stepscope.findings.diagnose", *(() if arguments.json else ("stepscope.document.findings",)))
+        import_beside("stepscope.findings.diagnose")
         case = session.case
     scale, dropped, host = [_scale(word) for word in arguments.scale], arguments.drop_launches, arguments.host
     if scale or dropped or host is not None or arguments.no_waits or arguments.clean:
@@ -63,6 +71,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         return
     from stepscope.findings.diagnose import diagnose
 
+    if not arguments.json:  # Polars' queries release the interpreter too
+        import_beside("stepscope.document.findings", "stepscope.render.terminal")
     diagnosis = diagnose(case, set(words(arguments.ignore)))
     print_answer(diagnosis, arguments.json, str(session.path) if session.is_recording else None)
 

@@ -13,6 +13,7 @@ examples:
   stepscope export trace.json.gz perfetto --module 'blocks.*.mlp' -o mlp.json.gz
   stepscope export trace.json.gz speedscope
   stepscope export traces/ perfetto --ranks all
+  stepscope export flame                          the latest run
   stepscope export trace.json.gz repro --op aten::mm
   stepscope export traces/ parquet --rank 3 -o tables/
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from stepscope.cli.support.options import add_source_arguments, opened
 from stepscope.cli.support.output import tell
 from stepscope.cli.support.settings import ignored_rules
+from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe
 from stepscope.session import need_read_side
 
@@ -32,8 +34,10 @@ FORMS = ("perfetto", "speedscope", "flame", "repro", "csv", "parquet")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help="recording, trace or folder of ranks")
-    add("form", metavar="FORMAT", choices=FORMS, help=", ".join(FORMS))
+    add(
+        "path", type=Path, nargs="?", metavar="PATH", help="recording, trace or folder of ranks (default: latest run)"
+    )
+    add("form", metavar="FORMAT", help=", ".join(FORMS))
     add("--step", type=int, metavar="N", help="only this step")
     add("--module", metavar="FQN", help="only this module and its backward; * matches a number")
     add("--op", metavar="NAME", help="repro: the op, or its place among the ops by time")
@@ -48,6 +52,10 @@ def main(arguments: argparse.Namespace) -> int:
     need_read_side()
     from stepscope.exporters.export import write_export
 
+    if arguments.form not in FORMS and str(arguments.path) in FORMS:
+        arguments.path, arguments.form = Path(arguments.form), str(arguments.path)
+    if arguments.form not in FORMS:
+        raise UsageError(f"{safe(arguments.form)} is not a format: choose from {', '.join(FORMS)}")
     ignored, part = ignored_rules(Path.cwd()), (arguments.step, arguments.module)
     with opened(arguments, arguments.path) as session:
         written = write_export(

@@ -96,6 +96,11 @@ def main(argv: list[str] | None = None) -> int:
         # A message may contain file names, and those can contain anything.
         tell(f"stepscope {name}: {safe(error, 1000)}")
         return EXIT_USAGE
+    except PermissionError as error:
+        if name == "run":
+            raise  # it may be the script's
+        tell(f"stepscope {name}: {safe(error.filename or 'a file', 1000)} cannot be opened: {error.strerror}")
+        return EXIT_USAGE
     except KeyboardInterrupt:
         if name == "run":
             raise  # it belongs to the script

@@ -17,11 +17,17 @@ import webbrowser
 from pathlib import Path
 
 from stepscope.api.reading import report_target
-from stepscope.cli.support.options import add_price_argument, add_source_arguments, add_spread_argument, opened
+from stepscope.cli.support.options import (
+    add_price_argument,
+    add_source_arguments,
+    add_spread_argument,
+    keep_queries_in_one_thread,
+    opened,
+)
 from stepscope.cli.support.output import tell
 from stepscope.cli.support.settings import ignored_rules
 from stepscope.errors import UsageError
-from stepscope.session import Kind, need_read_side
+from stepscope.session import Kind, latest_run, need_read_side
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,20 +46,24 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.path is not None and arguments.rows is not None:
         raise UsageError("PATH and --from both name what to report on: leave one out")
     need_read_side()
+    path = arguments.path or arguments.rows or latest_run()
+    keep_queries_in_one_thread(path)
     from stepscope.document.build import report_of
     from stepscope.render.write import check_target, write_report
 
-    with opened(arguments, arguments.path or arguments.rows) as session:
+    note = ""
+    with opened(arguments, path) as session:
         if session.kind is Kind.STUDY:
-            from stepscope.studies.write import study_of, write_study
+            from stepscope.studies.write import study_of, without_pictures, write_study
 
             if arguments.output is not None:
                 raise UsageError(f"{session.path} is a study: its report is written into its folder, leave -o out")
             written = write_study(study_of(session.path), session.path)
+            note = without_pictures(session.path)
         else:
             target = check_target(arguments.output or report_target(session), arguments.force)
             written = write_report(report_of(session, ignored_rules(Path.cwd()), arguments.price_per_hour), target)
-    tell(f"stepscope: {written}")
+    tell(f"stepscope: {written}{note}")
     if arguments.open and not webbrowser.open(written.resolve().as_uri()):
         tell("stepscope: no browser was found")
     return 0

@@ -18,6 +18,7 @@ examples:
 import argparse
 import atexit
 import os
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from os import getpid  # the script may replace what `os` has
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from stepscope.cli.support.program import add_program_arguments
 from stepscope.errors import UsageError, need_torch
 
 if TYPE_CHECKING:
@@ -66,8 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, default=3, metavar="N", help="most windows for each --when (default 3)")
     add("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
     add("--quiet", action="store_true", help="suppress progress output and the card")
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m")
-    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
+    add_program_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -282,7 +283,8 @@ class _Run:
     def _write(self, status: str) -> None:
         from stepscope.recorder import files
 
-        facts = {**self._facts, "schema_version": files.SCHEMA_VERSION, "status": status, "pid": self._pid}
+        process = {"pid": self._pid, "host": platform.node()}
+        facts = {**self._facts, "schema_version": files.SCHEMA_VERSION, "status": status, **process}
         files.write_json(self.folder / files.RECORDING_FILE, facts)
 
     def _tell(self, line: str) -> None:

@@ -87,9 +87,9 @@ def main(arguments: argparse.Namespace) -> int:
         makes = again.replace(" --no-report", "") if own else f"stepscope report {shlex.quote(str(folder))}"
         tell(f"stepscope: measured; write the report with  {makes}")
         return 0
-    from stepscope.studies.write import write_study
+    from stepscope.studies.write import without_pictures, write_study
 
-    tell(f"stepscope: {write_study(study, folder)}")
+    tell(f"stepscope: {write_study(study, folder)}{without_pictures(folder)}")
     return 0
 
 

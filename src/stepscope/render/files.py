@@ -61,8 +61,13 @@ def _check_parent(target: Path) -> None:
 
 def need(package: str) -> None:
     """Raise MissingDependencyError if a package is not installed, without importing it."""
-    if importlib.util.find_spec(package) is None:
+    if not has(package):
         raise missing(package)
+
+
+def has(package: str) -> bool:
+    """Return whether a package is installed, without importing it."""
+    return importlib.util.find_spec(package) is not None
 
 
 def missing(package: str) -> MissingDependencyError:

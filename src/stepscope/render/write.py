@@ -10,7 +10,7 @@ from typing import Any
 
 from stepscope.document.model import Chart, Document, Findings, Part, Table, Timeline
 from stepscope.errors import UsageError
-from stepscope.render.files import check_file, check_folder, file_names, need, write_texts, writing
+from stepscope.render.files import check_file, check_folder, file_names, has, need, write_texts, writing
 
 PAGE, MARKDOWN, JSON = ".html", ".md", ".json"
 _FILES = (PAGE, MARKDOWN, JSON)
@@ -47,15 +47,17 @@ def write_sweep_tables(folder: Path, document: Document, records: Table) -> None
 
 
 def _write_folder(report: Document, target: Path) -> Path:
+    """Write every format; without matplotlib, charts are on the page and drawn as text in the Markdown."""
     from stepscope.render.csv import csv_of
     from stepscope.render.png.pictures import png_of
 
+    draws = has("matplotlib")
     with writing(target):
-        for folder in (target, target / "tables", target / "charts"):
+        for folder in (target, target / "tables", *([target / "charts"] if draws else [])):
             folder.mkdir(exist_ok=True)
     for suffix in _FILES:
-        write_texts(target / f"report{suffix}", [_as_text(report, suffix, in_folder=True)])
-    tables, charts = report.parts(Table), report.parts(Chart)
+        write_texts(target / f"report{suffix}", [_as_text(report, suffix, in_folder=draws)])
+    tables, charts = report.parts(Table), report.parts(Chart) if draws else []
     for table, name in zip(tables, file_names([table.id for table in tables])):
         write_texts(target / "tables" / f"{name}.csv", [csv_of(table)])
     for chart, name in zip(charts, file_names([chart.id for chart in charts])):

@@ -1,13 +1,14 @@
 """Writes a study's report and its further files into its folder."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stepscope.document.model import Chart, Document, Section, Table
 from stepscope.errors import RecordingError, TraceError, Unavailable, UsageError
-from stepscope.render.files import need, write_texts, writing
+from stepscope.render.files import has, need, write_texts, writing
 from stepscope.render.markdown.markdown import markdown_of
 from stepscope.render.write import write_report
 from stepscope.studies.registry import STUDIES, find_study, study_from_toml
@@ -19,9 +20,11 @@ REPORT_FOLDER = "report"
 
 
 def write_study(study: Study, folder: Path) -> Path:
-    """Write the report and the files from what is stored. Return the page to look at first."""
-    for package in ("plotly", "matplotlib"):
-        need(package)
+    """Write the report and the files from what is stored. Return the page to look at first.
+
+    A study may have taken hours: without matplotlib, only the charts as PNG are left out.
+    """
+    need("plotly")
     stored = Stored(folder)
     report = report_of_study(study, stored)
     write_files(study, report, stored)
@@ -34,9 +37,19 @@ def write_study(study: Study, folder: Path) -> Path:
     return page
 
 
+def without_pictures(folder: Path) -> str:
+    """Return what to do for the charts as PNG of a study; empty if they were written."""
+    if has("matplotlib"):
+        return ""
+    again = f"stepscope report {shlex.quote(str(folder))}"
+    return f" (without charts as PNG: for them, pip install 'stepscope[png]' && {again})"
+
+
 def write_files(study: Study, report: Document, stored: Stored) -> None:
     """Write the further files that a study declares. What was not measured is left out; the report says so."""
     for name, made in study.files.items():
+        if name.endswith(".png") and not has("matplotlib"):
+            continue
         try:
             content = _content(name, made, report, stored)
         except (Unavailable, RecordingError, TraceError):

@@ -56,10 +56,10 @@ def _question(verb: str, arguments: argparse.Namespace, paths: list[Path]) -> st
     known: list[Any] = [verb, sorted(vars(arguments).items()), Path.cwd(), output.screen(), settings, sys.version]
     try:
         libraries = [spec.origin for name in ("polars", "msgspec") if (spec := find_spec(name)) and spec.origin]
-        files = [*libraries, *(file for file in _files_in(PACKAGE) if file.endswith((".py", ".json")))]
+        files = [*libraries, *(file for file in files_in(PACKAGE) if file.endswith((".py", ".json")))]
         files += [str(file) for file in cache_folder().glob("*") if file.is_file()]  # rates measured on this machine
         for path in paths:
-            files += filter(os.path.isfile, _files_in(path)) if path.is_dir() else [str(path)]
+            files += filter(os.path.isfile, files_in(path)) if path.is_dir() else [str(path)]
         asked = set(map(str, paths))
         for file in sorted(files):
             status = os.stat(file)  # noqa: PTH116 - of 500 files: 500 paths take longer
@@ -76,7 +76,7 @@ def _question(verb: str, arguments: argparse.Namespace, paths: list[Path]) -> st
     return _hash_of(repr(known).encode()).decode()
 
 
-def _files_in(folder: Path) -> Iterator[str]:
+def files_in(folder: Path) -> Iterator[str]:
     return (f"{place}{os.sep}{name}" for place, _, names in os.walk(folder) for name in names)
 
 
