@@ -248,7 +248,7 @@ def test_what_cannot_be_logged_is_said(recording, tmp_path):
     no_folder = run_verb("log", recording, "--to", f"tensorboard:{trace}/logs")
 
     assert "'neptune' is not a tracker: choose one of mlflow, wandb, tensorboard, trackio" in unknown.stderr
-    assert "only recordings, sweeps and studies are runs" in a_trace.stderr
+    assert "is not a recording, a sweep or a study" in a_trace.stderr
     assert f"logging to tensorboard:{trace}/logs failed: NotADirectoryError" in no_folder.stderr
     assert {done.returncode for done in (unknown, a_trace, no_folder)} == {2}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import textwrap
 import time
@@ -23,7 +24,7 @@ import stepscope
 from forks import Forks, settings
 from stepscope.integrations.huggingface import StepscopeCallback
 from stepscope.recorder import clock as recorder_clock
-from stepscope.recorder import current, wall
+from stepscope.recorder import current, usual_steps, wall
 from stepscope.recorder.windows import Windows
 from stepscope.trace.recording import Recording, read_recording
 
@@ -94,6 +95,17 @@ def facts_of(recording: Recording) -> list[object]:
     return [recording.status, asides, steps]
 
 
+CLOCK = """
+import time
+
+now_ns = 10**12
+time.perf_counter_ns = lambda: now_ns
+
+def advance(ms):
+    global now_ns
+    now_ns += ms * 1_000_000
+"""
+"""A clock that only the script moves, from the start of the process: a busy machine changes nothing."""
 SCRIPT = """
     import json, sys, torch
     from pathlib import Path
@@ -109,7 +121,12 @@ SCRIPT = """
     )
     callbacks = [StepscopeCallback("alone")] if "callback" in sys.argv else []
     model = GPT2LMHeadModel(GPT2Config(**json.loads(sys.argv[1])))
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:16], callbacks=callbacks)
+    from sitecustomize import advance
+    from transformers import default_data_collator
+    model.register_forward_pre_hook(lambda *_: advance(30))
+    model.transformer.wpe.weight.register_hook(lambda _: advance(50))
+    collator = lambda rows: advance(7) or default_data_collator(rows)
+    trainer = Trainer(model, arguments, collator, rows, rows[:16], callbacks=callbacks)
     trainer.train()
     Path("history.json").write_text(json.dumps(trainer.state.log_history))
 """
@@ -118,7 +135,10 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """One script recorded by the callback, by `stepscope run`, and by both."""
-    forks, folders = Forks(settings(), "transformers.trainer"), {}
+    (site := tmp_path_factory.mktemp("site") / "sitecustomize.py").write_text(CLOCK)
+    given = settings()
+    given["PYTHONPATH"] = os.pathsep.join([str(site.parent), given["PYTHONPATH"]])
+    forks, folders = Forks(given, "transformers.trainer"), {}
     run = ["-m", "stepscope", "run", "--quiet", "-o", "run"]
     for name, before, callback in (("alone", [], True), ("run", run, False), ("both", run, True)):
         folders[name] = folder = tmp_path_factory.mktemp(name)
@@ -144,6 +164,16 @@ def test_steps_tokens_micro_batches_and_phases_are_those_of_stepscope_run(three)
     )
 
 
+def test_times_and_throughput_are_those_of_stepscope_run(three):
+    alone, run = read_recording(three["alone"] / "alone"), read_recording(three["run"] / "run")
+
+    assert [each.host_ns for each in alone.samples] == [each.host_ns for each in run.samples]
+    typical = {name: ns / 1e6 for name, ns in alone.samples[3].host_ns.items() if ns}
+    assert typical == {"data": 14, "forward": 60, "backward": 100}
+    cards = [stepscope.read(each.folder).to_json() for each in (alone, run)]
+    assert cards[0]["throughput"] == cards[1]["throughput"] and cards[0]["phases"] == cards[1]["phases"]
+
+
 @pytest.mark.parametrize("name", ["alone", "run"])
 def test_evaluations_and_checkpoints_begin_where_the_trainer_calls_them(name, three):
     places = read_recording(three[name] / name).facts["between"]
@@ -163,6 +193,7 @@ def test_under_stepscope_run_there_is_one_recording_and_no_step_counts_twice(thr
 def test_the_last_figures_in_the_logs_are_those_of_the_card(tmp_path, monkeypatch):
     now_ns = [1_000_000_000]  # a clock that only forwards move: a busy machine changes nothing
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now_ns[0])
+    monkeypatch.setattr(usual_steps, "perf_counter_ns", time.perf_counter_ns)  # and not for the tests after this one
     monkeypatch.setattr(recorder_clock.Clock.__init__, "__defaults__", (time.perf_counter_ns,))
     made = trainer(tmp_path, StepscopeCallback(tmp_path / "run", windows=WINDOWS), max_steps=40)
     made.model.register_forward_pre_hook(lambda *_: now_ns.__setitem__(0, now_ns[0] + 10_000_000))
@@ -302,9 +333,10 @@ def deepspeed_forgotten():
 
 
 @pytest.mark.usefixtures("deepspeed_forgotten")
-def test_a_deepspeed_configuration_without_deepspeed_fails_in_the_words_of_the_framework(tmp_path):
+def test_a_deepspeed_configuration_that_cannot_work_fails_in_the_words_of_the_framework(tmp_path):
     def error(*callbacks) -> str:
-        with pytest.raises(ImportError) as info:
+        # Without the package it is an ImportError, and with it the section that is missing.
+        with pytest.raises((ImportError, ValueError)) as info:
             trainer(tmp_path, *callbacks, deepspeed={"train_micro_batch_size_per_gpu": "auto"}).train()
         return str(info.value)
 

@@ -117,6 +117,7 @@ def answers(folder):
         "an option": ("plan", {"workload": "--help"}),
         "run": ("run", {"script": "train.py"}),
         "a wrong argument": ("kernels", {"path": "trace.json", "rows": "many"}),
+        "an unknown argument": ("kernels", {"path": "trace.json", "top": 3}),
         "no rows": ("kernels", {"path": "trace.json", "rows": -3}),
         "before the first": ("runs", {"offset": -1}),
     }
@@ -223,6 +224,7 @@ def test_a_query_ends_after_its_rows_and_takes_bounded_memory(answers):
         ("an option", "'--help' is not a workload"),
         ("run", "run"),
         ("a wrong argument", "rows"),
+        ("an unknown argument", "kernels has no argument 'top': it takes path, step, rank, rows, offset"),
         ("no rows", "rows is -3: it must be 1 or more"),
         ("before the first", "offset is -1: it must be 0 or more"),
         ("memory", "memory"),
@@ -277,6 +279,20 @@ def test_a_missing_sdk_names_what_to_install(folder):
 
     assert done.returncode == 2 and "pip install 'stepscope[mcp]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_agent_that_hangs_up_leaves_no_traceback(tmp_path):
+    about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "agent", "version": "1"}}
+    request = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": about})
+    words = [sys.executable, "-m", "stepscope", "mcp", str(tmp_path)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(
+        words, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, text=True, **pipes
+    ) as server:
+        server.stdout.close()
+        server.stdin.write(f"{request}\n")
+        server.stdin.close()
+        assert server.stderr.read() == "" and server.wait(60) == 0
 
 
 def test_a_folder_that_is_none_is_a_usage_error(tmp_path):

@@ -57,6 +57,8 @@ def cells(tmp_path_factory):
         "nothing": "%stepscope runs/nothing",
         "options": "%%stepscope --wormup 3\npass",
         "taken": "%%stepscope -o runs/cell\nmodel(torch.randn(4, 8))",
+        "unload": "%unload_ext stepscope\n%stepscope runs/cell",
+        "reload": "%load_ext stepscope\n%stepscope runs/nothing",
     }
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in names.values()])
     client = NotebookClient(
@@ -121,6 +123,13 @@ def test_what_cannot_be_done_is_said_in_a_line(cells, name, said):
 
     assert text_of(cell).startswith("stepscope: ") and said in text_of(cell)
     assert not [output for output in cell.outputs if output.output_type == "error"]
+
+
+def test_the_magics_can_be_unloaded_and_loaded_again(cells):
+    told = text_of(cells[1]["unload"])
+
+    assert "`%stepscope` not found" in told and "doesn't define how to unload it" not in told
+    assert text_of(cells[1]["reload"]).startswith("stepscope: ")
 
 
 LOOK = """

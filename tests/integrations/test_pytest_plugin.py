@@ -289,6 +289,18 @@ def test_counts_on_a_gpu_are_those_of_the_middle_traced_step(tmp_path):
     assert figures.device == "NVIDIA H200" and len(figures.step_time_ns) == 4
 
 
+def test_without_timed_steps_there_are_counts(stepscope):
+    result = stepscope.measure(step_of(nn.Linear(8, 2)), steps=0, warmup=2)
+    ((gate, _),) = result.figures.compare(result.figures, {"step_time": "3%"})
+    assert result.ops and (gate.status, gate.reason) == ("undecided", "missing: no step was timed (steps=0)")
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(-3, 5), (2.5, 5), (20, 0)])
+def test_numbers_of_steps_that_cannot_be_measured_are_a_sentence(stepscope, steps, warmup):
+    with pytest.raises(UsageError, match="steps must be 0 or more, and warmup 2 or more"):
+        stepscope.measure(step_of(nn.Linear(8, 2)), steps=steps, warmup=warmup)
+
+
 def test_an_error_of_the_step_is_the_tests_own(stepscope):
     with pytest.raises(ZeroDivisionError):
         stepscope.measure(lambda: 1 / 0)

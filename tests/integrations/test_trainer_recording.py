@@ -138,18 +138,16 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_share_the_folder_that_the_first_has_chosen(tmp_path):
+def test_ranks_share_the_folder_that_the_first_has_chosen(forks, tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
-    done = subprocess.run(
-        [sys.executable, "ranks.py"], cwd=tmp_path, env=settings(), capture_output=True, text=True, timeout=100
-    )
+    exit_code, _, error = forks.run(["ranks.py"], tmp_path, {})
 
-    assert done.returncode == 0, done.stderr
+    assert exit_code == 0, error
     assert not (tmp_path / "runs").exists()
     for name, num_steps in (("run", 3), ("run-2", 4)):
         for folder in (tmp_path / name, tmp_path / name / "rank1"):
             assert len(read_recording(folder).samples) == num_steps
-    assert done.stderr.count("recorded") == 2  # the first rank speaks
+    assert error.count("recorded") == 2  # the first rank speaks
 
 
 CHILD = """

@@ -64,6 +64,8 @@ class Measurer:
         from stepscope.integrations.step_figures import NUM_TRACED, StepFigures
         from stepscope.recorder.windows import Windows
 
+        if not (isinstance(steps, int) and isinstance(warmup, int) and steps >= 0 and warmup >= 2):
+            raise UsageError(f"steps={steps!r}, warmup={warmup!r}: steps must be 0 or more, and warmup 2 or more.")
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
         gc.collect()

@@ -91,11 +91,15 @@ class StepFigures:
             return Measure(self.counts[name]) if name in self.counts else None
         from stepscope.analysis.time.statistics import describe
 
+        if not self.step_time_ns:
+            return None
         return Measure(describe(self.step_time_ns).median, tuple(map(float, self.step_time_ns)))
 
     def _lacks(self, name: str) -> str:
         if name in _ON_GPU:
             return f"{name} are counted on a GPU, and this step ran on {self.device}. On a CPU, count ops"
+        if name == STEP_TIME:
+            return "no step was timed (steps=0)"
         return f"{name} could not be counted in this step"
 
     def compare(self, base: StepFigures, limits: Mapping[str, str]) -> list[tuple[GateResult, Change | None]]:

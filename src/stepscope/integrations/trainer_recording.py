@@ -138,7 +138,7 @@ class TrainerRecording:
     def metrics(self, are_last: bool = False) -> dict[str, float]:
         """Return the figures of the recording so far, by the names that trackers show.
 
-        They lag behind by up to half a second, except the last.
+        Those of free running lag behind by up to half a second, except the last.
         """
         found: dict[str, float] = {}
         if self._is_active:
@@ -150,7 +150,7 @@ class TrainerRecording:
         from stepscope.recorder.modes import unseen
 
         session = cast("Session", self._session)
-        if are_last:
+        if are_last or not session._samples.waits:
             unseen(session.catch_up)
         found.update(unseen(live.live_metrics, session, are_last))
 

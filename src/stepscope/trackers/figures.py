@@ -20,7 +20,8 @@ FIGURES = {
     "samples_per_second": "Samples per second of wall-clock time.",
     "mfu": "Model FLOPs utilization: model FLOPs per step / step time / peak FLOP/s of the device, from 0 to 1.",
     "goodput": "Share of training in the wall-clock time of the loop, from 0 to 1.",
-    "peak_memory_gib": "Peak allocated GPU memory in GiB; without a GPU, peak resident memory of the process.",
+    "timed_peak_memory_gib": "Peak allocated GPU memory in GiB until the end of the timed steps; without a GPU, peak "
+    "resident memory of the process.",
 }
 """What holds for the run so far, with its definition."""
 STEP_VALUES = {
@@ -49,7 +50,7 @@ def figures(recording: Recording, summary: Summary) -> dict[str, float]:
     found["mfu"] = summary.mfu.share if summary.mfu is not None else None
     memory = recording.facts.get("memory") or {}
     if (peak := memory.get("peak_allocated_bytes", memory.get("peak_resident_bytes"))) is not None:
-        found["peak_memory_gib"] = peak / 2**30
+        found["timed_peak_memory_gib"] = peak / 2**30
     return {PREFIX + name: value for name in FIGURES if (value := found.get(name)) is not None}
 
 

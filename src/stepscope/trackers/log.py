@@ -34,7 +34,7 @@ class Report:
 def log_session(session: Session, target: Target, write_report: WriteReport) -> int:
     """Log a finished recording, sweep or study. Return the number of runs in the tracker."""
     if session.kind not in (Kind.RECORDING, Kind.SWEEP, Kind.STUDY):
-        raise UsageError(f"{session.path} is a {session.kind.value}: only recordings, sweeps and studies are runs")
+        raise UsageError(f"{session.path} is not a recording, a sweep or a study: only those can be logged")
     try:
         with TemporaryDirectory(prefix="stepscope-") as folder:
             report = Report(Path(folder), session, write_report)

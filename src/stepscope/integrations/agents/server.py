@@ -29,26 +29,37 @@ Work in a loop: measure (run), find (diagnose, ledger, kernels, modules, memory)
 states, or plan), change the script, prove (compare two runs, or verify a fix). Times are in the unit of the field's
 name. Paths are relative to the folder of the server. {UNTRUSTED}"""
 _RUN_CODE = "from sys import argv, exit, path; del path[0]; from stepscope.cli.main import main; exit(main(argv[1:]))"
-_ENDINGS = (".json", ".json.gz", ".sqlite", ".pickle")
+_ENDINGS = (".json", ".json.gz", ".sqlite", "_results.db", ".pickle")
 _MARKERS = {"recording.json": "recording", "study.json": "study", "results.jsonl": "sweep"}
 
 
 def serve(folder: Path, allow_run: bool) -> None:
     """Answer requests on standard input and output until the input ends."""
     try:
-        from mcp.server.mcpserver import MCPServer
         from mcp.types import ToolAnnotations
+
+        from stepscope.integrations.agents.strict_server import StrictServer
     except ImportError:
         raise MissingDependencyError("The MCP SDK is missing: pip install 'stepscope[mcp]'") from None
 
     os.chdir(folder)
     tools = Tools(Path.cwd().resolve(), allow_run)
-    server = MCPServer("stepscope", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
+    server = StrictServer("stepscope", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
     reads, runs = ToolAnnotations(read_only_hint=True, open_world_hint=False), ToolAnnotations(read_only_hint=False)
     for tool in [*tools.reading, *(tools.running if allow_run else ())]:
         hints = reads if tool in tools.reading else runs
         server.add_tool(_guarded(tool), description=inspect.getdoc(tool), annotations=hints)
-    server.run("stdio")
+    try:
+        server.run("stdio")
+    except Exception as error:
+        if not _is_hang_up(error):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+
+
+def _is_hang_up(error: BaseException) -> bool:
+    """Return whether the agent ended without waiting for its answers; tasks raise groups of errors."""
+    return isinstance(error, BrokenPipeError) or any(map(_is_hang_up, getattr(error, "exceptions", ())))
 
 
 def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
