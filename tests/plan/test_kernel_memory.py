@@ -184,7 +184,7 @@ def test_a_bias_has_a_workspace_of_its_own():
 
 @pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(0, 100, 77, 51), (0, 64, 1, 64), (3, 33, 65, 129)])
 def test_what_a_product_takes_on_this_cpu(batch, rows, inner, columns):
-    """oneDNN's sums in float32, where the CPU cannot add bfloat16 products: PyTorch's own events of one call."""
+    """oneDNN's sums in float32, or its copies of both inputs: PyTorch's own events of one call."""
     lead = (batch,) if batch else ()
     first, second = (torch.ones(*lead, *shape, dtype=torch.bfloat16) for shape in ((rows, inner), (inner, columns)))
     func = aten.bmm.default if batch else aten.mm.default

@@ -288,8 +288,10 @@ def test_ranks_that_cannot_share_a_model_evenly_are_refused_in_a_sentence(worklo
 
 
 def test_the_fewest_gpus_and_the_largest_batch_that_fit(capsys):
-    values = {"preset": "small", "batch": 1, "seq_len": 16, "mode": "step"}
-    words = ["plan", "cs336", "--preset", "small", "--set", "batch=1", "--set", "seq_len=16", "--fit", "1700MiB"]
+    sizes = {"batch": 1, "seq_len": 16, "d_model": 1792, "d_ff": 7168, "layers": 2, "heads": 14}
+    values = {"preset": "small", "mode": "step", **sizes}
+    words = ["plan", "cs336", "--preset", "small", "--fit", "1700MiB"]
+    words += [word for name, value in sizes.items() for word in ("--set", f"{name}={value}")]
 
     assert main([*words, "--json"]) == 0
 

@@ -20,6 +20,7 @@ from stepscope.recorder.values import tensors_in
 
 MOST_BYTES = 1 << 30  # of the inputs of an op that is tried
 LARGEST_PLAIN_PRODUCT = 16**3  # multiplications of a bfloat16 product that PyTorch does without oneDNN
+MOST_MULTIPLICATIONS = 2 * 10**11  # of a product that is tried: a second or two
 _LISTS = ("_foreach", "_fused", "_amp")  # of a model's weights: they work in place
 
 
@@ -37,8 +38,21 @@ class HostKernels:
     def scratch_bytes(self, func: Any, args: Any, kwargs: Any) -> int:
         """Return the bytes that an op has at most at once besides its outputs; 0 if unknown."""
         if func in GEMMS:
-            return _product_bytes(*args[-2:])
+            return self._product_bytes(func, args, kwargs)
         return self._try(func, args, kwargs)[1] if _is_tried(func) else 0
+
+    def _product_bytes(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Return the scratch memory of a product. oneDNN copies inputs in 16 bits into the layout of its tiles."""
+        first, second = args[-2:]
+        num_multiplications = first.numel() * second.shape[-1]
+        if second.dtype not in (torch.bfloat16, torch.float16):
+            return 0
+        if second.dtype is torch.bfloat16 and _sums_bfloat16_in_float32():
+            return _sums_bytes(first, second) if num_multiplications > LARGEST_PLAIN_PRODUCT else 0
+        if num_multiplications > MOST_MULTIPLICATIONS:
+            self._is_unknown(func, f"it has {num_multiplications:.1e} multiplications")
+            return 0
+        return self._try(func, args, kwargs)[1]
 
     def _try(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
         # A recurrence keeps what its backward needs if gradients are enabled.
@@ -52,28 +66,25 @@ class HostKernels:
                 if all(tensor.numel() for tensor in tensors):  # kernels may not check what is empty
                     self._tried[key] = _run(func, args, kwargs)
             except Exception as error:
-                name = func.name().replace("::", ".").partition(".")[2]
-                self.unknown[name] = f"its scratch memory is not counted, because it cannot be tried here: {error}"
+                self._is_unknown(func, error)
         out, scratch_bytes = self._tried[key]
         return _without_data(out), scratch_bytes
 
+    def _is_unknown(self, func: Any, why: object) -> None:
+        name = func.name().replace("::", ".").partition(".")[2]
+        self.unknown[name] = f"its scratch memory is not counted, because it cannot be tried here: {why}"
 
-def _product_bytes(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Return the scratch memory of a product, which may take too long to be tried.
 
-    If the CPU has AVX-512 but no bfloat16 products, oneDNN sums them in a float32 matrix per thread.
-    """
-    if second.dtype is not torch.bfloat16 or not _sums_bfloat16_in_float32():
-        return 0
+def _sums_bytes(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Return the bytes of the float32 sums of a product of bfloat16, a matrix per thread."""
     (rows, inner), columns = first.shape[-2:], second.shape[-1]
     num_matrices = first.numel() // max(1, rows * inner)
-    if num_matrices * rows * inner * columns <= LARGEST_PLAIN_PRODUCT:
-        return 0
     num_sums = min(num_matrices, torch.get_num_threads()) * 64 * -(-rows * columns // 64)
     return int(4 * num_sums + 128)  # aligned
 
 
 def _sums_bfloat16_in_float32() -> bool:
+    """Return whether the CPU has AVX-512 but no bfloat16 products. Trying them there would take too long."""
     has_products: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and not has_products()
 
