@@ -1,12 +1,14 @@
 """Runs the release checklist: everything that must hold before a tag, in order, and stops at nothing.
 
+python scripts/release_check.py --set VERSION
 python scripts/release_check.py [--torch] [VERSION]
 
-Checks the version and its changelog section, builds the wheel and the sdist, checks them with twine and
-check-wheel-contents, installs the wheel into an empty environment and uses it, and builds the documentation. With
-VERSION, the version in the code must be that one. With --torch, the installed wheel also measures a script, with the
-CPU build of torch from constraints.txt. Needs a network: build, twine and check-wheel-contents are installed into an
-environment of their own. Exits with 1 if anything failed.
+The first writes the version into the code and CITATION.cff, and makes its section of the changelog out of what is
+unreleased. The second checks the version, its changelog section and the package's addresses, builds the wheel and the
+sdist, checks them with twine and check-wheel-contents, installs the wheel into an empty environment and uses it, and
+builds the documentation. With VERSION, the version in the code must be that one. With --torch, the installed wheel
+also measures a script, with the CPU build of torch from constraints.txt. Needs a network: build, twine and
+check-wheel-contents are installed into an environment of their own. Exits with 1 if anything failed.
 """
 
 import json
@@ -15,12 +17,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("build", "twine", "check-wheel-contents", "setuptools>=68", "wheel")
 MAX_INSTALLED_MB = 120
+URLS = ("Documentation", "Source", "Issues", "Changelog")
 # A wheel's common verbs, on files that are in the repository.
 USES = (
     ("--version",),
@@ -61,6 +65,22 @@ def environment(folder: Path, *packages: object, python: object = sys.executable
     return inside
 
 
+def set_version(number: str, date: str) -> None:
+    """Write a version, and the date of its release, wherever they stand."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+", number):
+        raise Failed(f"{number} is not a version of three numbers")
+    for name, pattern, text in (
+        ("src/stepscope/version.py", r'^__version__ = ".*"$', f'__version__ = "{number}"'),
+        ("CHANGELOG.md", "^## Unreleased$", f"## Unreleased\n\n## {number} ({date})"),
+        ("CITATION.cff", r"(^(version|date-released): .*\n)*\Z", f"version: {number}\ndate-released: {date}\n"),
+    ):
+        old = (ROOT / name).read_text(encoding="utf-8")
+        new, num = re.subn(pattern, text, old, count=1, flags=re.MULTILINE)
+        if not num:
+            raise Failed(f"{name} has no line {pattern}")
+        (ROOT / name).write_text(new, encoding="utf-8")
+
+
 def version(wanted: str | None) -> str:
     found = re.search(r'__version__ = "([^"]+)"', (ROOT / "src/stepscope/version.py").read_text())
     if found is None or not re.fullmatch(r"\d+\.\d+\.\d+", found[1]):
@@ -79,6 +99,13 @@ def changelog(number: str) -> None:
     titles = [section.splitlines()[0] for section in sections if "\n- " in section]
     if not titles or number not in titles[0]:
         raise Failed(f"the first section with entries is {titles[0] if titles else 'missing'!r}: name it {number}")
+
+
+def urls() -> None:
+    """The package says where it comes from."""
+    table = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.urls]")[2].partition("\n[")[0]
+    if missing := [name for name in URLS if name not in table]:
+        raise Failed(f"[project.urls] of pyproject.toml lacks {', '.join(missing)}")
 
 
 def build(python: Path, folder: Path) -> Path:
@@ -123,12 +150,16 @@ def main(arguments: list[str]) -> int:
         print(f"ok      {name}{f': {found}' if found else ''}", flush=True)
         return found
 
+    if arguments[:1] == ["--set"]:
+        check("set", lambda: set_version("".join(arguments[1:2]), time.strftime("%Y-%m-%d", time.gmtime())))
+        return 1 if failed else 0
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         number = check("version", lambda: version(wanted))
         if number:
             check("changelog", lambda: changelog(str(number)))
+        check("project URLs", urls)
         if run("git", "status", "--porcelain"):
             print("note    the working tree has changes that are not committed", flush=True)
         tools = check("tools", lambda: environment(folder / "tools", *TOOLS))

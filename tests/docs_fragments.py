@@ -77,6 +77,14 @@ OF_A_PAGE = {
     "waiting_for_data": {"batch": {"x": torch.ones(2)}},
     "forward_without_backward": {"model": nn.Linear(8, 16), "x": torch.ones(4, 8), "loss_of": F.cross_entropy,
                                  "y": torch.ones(4, dtype=torch.long)},
+    "constant_work": {"self": nn.Module()},
+    "discarded_gradients": {"generator": nn.Linear(4, 8), "discriminator": nn.Linear(8, 1), "noise": torch.ones(2, 4),
+                            "criterion": F.mse_loss, "zeros": torch.zeros(2, 1)},
+    "growing_work": {"pieces": []},
+    "independent_calls": {"self": SimpleNamespace(query=nn.Linear(8, 16)), "batch": 2, "length": 4, "heads": 2,
+                          "samples": torch.randn(3, 4, 8)},
+    "mostly_zeros": {"num_words": 4, "words": torch.ones(3, dtype=torch.long), "num_nodes": 5,
+                     "target": torch.tensor([0, 2]), "messages": torch.ones(2, 8)},
 }  # fmt: skip
 
 

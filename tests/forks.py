@@ -111,8 +111,11 @@ def _run(request: dict[str, Any]) -> None:
         _run_words(request["words"])
     except SystemExit as error:
         exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        frames = error.__traceback__
+        while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
         exit_code = 1
     try:
         threading._shutdown()

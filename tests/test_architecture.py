@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -200,6 +201,13 @@ def cycles_of(graph: dict[str, set[str]]) -> list[list[str]]:
 def test_a_cycle_is_found_wherever_it_is():
     assert cycles_of({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert cycles_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
+
+
+def test_polars_is_imported_before_its_parts():
+    """Where a thread imports a part while another imports polars, each can wait for the other."""
+    for path in sorted(ROOT.rglob("*.py")):
+        found = re.findall(r"^(?:import polars\b.*|from polars\b.*)", path.read_text(), re.MULTILINE)
+        assert not found or found[0] == "import polars as pl", path
 
 
 def test_no_folder_is_crowded():

@@ -25,16 +25,24 @@ def gallery():
 def test_a_page_from_recordings(gallery, tmp_path):
     shutil.copytree(ROOT / "tests" / "compatibility" / "recording-1", tmp_path / "gpt2")
     assert gallery.pack(tmp_path / "gpt2", tmp_path / "gallery.tar") == []
-    summary = {"gpt2": {"problem": None}, "t5": {"problem": "exit code 1: no transformers"}}
+    shutil.copytree(tmp_path / "gpt2", tmp_path / "vit")
+    facts = json.loads((tmp_path / "vit" / "recording.json").read_text())
+    (tmp_path / "vit" / "recording.json").write_text(json.dumps(facts | {"command": {"sha256": "0" * 64}}))
+    gallery.pack(tmp_path / "vit", tmp_path / "gallery.tar")
+    problem = {"problem": None}
+    summary = {"gpt2": problem, "vit": problem, "t5": {"problem": "exit code 1: no transformers"}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
 
     page = gallery.page(tmp_path)
 
-    assert re.search(r"^\| \[gpt2\]\(#gpt2\) \| 1\.12 ms \| 1,90\d samples/s \| .* \[waiting_for_data\]", page, re.M)
-    assert "| slow steps | 0.983 ms | 46.7 % |" in page and "| **the step** | 2.1 ms | 100 % | |" in page
-    assert "| up to 0.154 ms |" in page and "No finding explains 1.16 ms" in page
+    row = r"^\| \[gpt2\]\(#gpt2\) \| 2\.10 ms \| 1,90\d samples/s \| .* \[host_work_between_steps\]"
+    assert re.search(row, page, re.M)
+    assert "| slow steps | 0.983 ms | 46.7 % |" in page and "| **the step** | 2.10 ms | 100 % |" in page
+    assert "| up to 0.154 ms |" in page and "No finding explains 1.11 ms" in page
     assert "stepscope run --exit-after -o runs/gpt2 benchmarks/gallery/gpt2.py" in page
     assert "Not measured: exit code 1: no transformers." in page
+    assert "Not measured: the script has changed since." in page and "1 models" not in page
+    assert "## What the rows mean" in page and "| slow steps | Some steps take longer" in page
 
 
 def test_the_largest_files_are_left_out(gallery, tmp_path, monkeypatch):

@@ -123,5 +123,11 @@ def load_ipython_extension(shell: Any) -> None:
     load(shell)
 
 
+def unload_ipython_extension(shell: Any) -> None:
+    """Return nothing; `%unload_ext stepscope` takes the magics back."""
+    for magics in shell.magics_manager.magics.values():
+        magics.pop("stepscope", None)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -65,9 +65,8 @@ def dead_pid() -> int:
 
 
 def set_process(folder: Path, pid: int, host: str = HERE) -> None:
-    path = folder / "history.jsonl"
-    first, _, rest = path.read_text().partition("\n")
-    path.write_text(json.dumps(json.loads(first) | {"pid": pid, "host": host}) + "\n" + rest)
+    path = folder / "recording.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": pid, "host": host}))
 
 
 def test_what_is_written_is_seen_and_half_a_line_is_not(tmp_path):
@@ -131,6 +130,8 @@ def test_a_process_that_is_gone_has_died_and_one_elsewhere_is_only_silent(tmp_pa
     assert found == {HERE: (["running", "died"], False), "another-host": (["running", "running"], None)}
     set_process(folder, os.getpid())
     assert Watch(folder).update()[0].is_alive is True
+    os.utime(folder / "recording.json", (1e9, 1e9))  # before this process began, which got the number of another
+    assert Watch(folder).update()[0].is_alive is False
 
 
 def test_ended_ranks_say_how(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from stepscope import read
+from stepscope.cli.main import main
 from stepscope.document.model import Facts, Missing, Table, Text
 from stepscope.errors import RecordingError, Unavailable, UsageError
 from stepscope.studies import Question, Recordings, Study, Sweep
@@ -23,6 +25,7 @@ from stepscope.studies.registry import find_study
 from stepscope.studies.report import report_of_study
 from stepscope.studies.stored import Recorded, Rows, Stored
 from stepscope.studies.write import study_of, write_study
+from verbs import run_verb
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "study_activation.py"
 
@@ -129,10 +132,25 @@ def test_the_command_that_makes_the_report_of_what_was_only_measured_is_one_that
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_one_line_before_anything_runs(tmp_path):
-    done = stepscope("study", "nano", "--quick", "--device", "cuda", "-o", "out", cwd=tmp_path)
+    done = run_verb("study", "nano", "--quick", "--device", "cuda", "-o", "out", cwd=tmp_path)
 
     assert done.returncode == 2 and "--device cuda" in done.stderr and "no CUDA device" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_study_does_not_stop_for_pictures(tmp_path, monkeypatch, capsys):
+    """It may have taken hours, and the page draws its charts without matplotlib."""
+    folder = tmp_path / "tsmoe"
+    shutil.copytree(Path(__file__).parents[2] / "docs" / "results" / "h200" / "study-tsmoe", folder)
+    shutil.rmtree(folder / "report")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+
+    assert main(["report", str(folder)]) == 0
+
+    assert (folder / "report" / "report.html").is_file() and not list(folder.rglob("*.png"))
+    assert ".png" not in (folder / "report" / "report.md").read_text(encoding="utf-8")
+    assert "pip install 'stepscope[png]' && stepscope report" in capsys.readouterr().err
 
 
 @pytest.mark.long

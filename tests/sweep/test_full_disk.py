@@ -79,7 +79,7 @@ def test_a_full_disk_stops_the_sweep_and_makes_no_point_crash(disk, server, left
     assert not any(row.get("attempts") for row in rows.values())
 
 
-def test_a_point_whose_server_or_process_is_killed_is_measured_by_the_next_sweep(tmp_path):
+def test_a_point_whose_server_or_process_is_killed_is_measured_by_the_next_sweep(tmp_path, server):
     """GIVEN the second point is killed and the third loses its server WHEN the sweep is resumed THEN all are ok."""
     num_run = 0
 
@@ -99,11 +99,10 @@ def test_a_point_whose_server_or_process_is_killed_is_measured_by_the_next_sweep
             time.sleep(0.005)
         os.kill(pid if whole else int(found[0]), signal.SIGKILL if whole else signal.SIGTERM)
 
-    with Server("fork") as server:
-        rows = sweep(tmp_path / "sweep", server, "slow", during=lose)
-        statuses = [(row["status"], row.get("killed", False)) for row in rows.values()]
-        assert statuses == [("ok", False), ("crashed", True), ("crashed", True)]
-        again = sweep(tmp_path / "sweep", server, "slow")
+    rows = sweep(tmp_path / "sweep", server, "slow", during=lose)
+    statuses = [(row["status"], row.get("killed", False)) for row in rows.values()]
+    assert statuses == [("ok", False), ("crashed", True), ("crashed", True)]
+    again = sweep(tmp_path / "sweep", server, "slow")
 
     assert [(row["status"], row.get("attempts")) for row in again.values()] == [("ok", None), ("ok", 2), ("ok", 2)]
     assert len((tmp_path / "sweep" / "results.jsonl").read_text().splitlines()) == 3
