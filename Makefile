@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Holistic Trace Analysis, against which some results are tested, wants an older pandas and brings Jupyter: its own place.
 HTA := .venv-hta
 # Compiled where there is a C compiler, and again when it changes.
-FAST := $(wildcard src/stepscope/trace/fast/*.[ch])
+FAST := $(wildcard src/stepscope/trace/fast/*.[ch] src/stepscope/recorder/usual/*.c)
 INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
 # Without bytecode every process that imports torch takes four seconds longer.
@@ -46,7 +46,7 @@ chromium:
 	  || echo "There is no chromium and it could not be installed: the tests in a browser are skipped."
 
 clean:
-	rm -rf $(VENV) $(HTA) runs build dist src/*.egg-info src/stepscope/trace/fast/_scan.*
+	rm -rf $(VENV) $(HTA) runs build dist src/*.egg-info src/stepscope/trace/fast/_scan.*.so src/stepscope/recorder/usual/_notes.*.so
 
 # A stamp a set of extras: what is installed is installed once, and again only when its list changes.
 $(VENV)/demo.installed: pyproject.toml setup.py constraints.txt $(FAST) | $(BIN)/pip

@@ -1,4 +1,4 @@
-"""The compiled part, which is optional: without a C compiler Stepscope installs without it, and reads the same."""
+"""The compiled parts, which are optional: without a C compiler Stepscope installs without them, and does the same."""
 
 from pathlib import Path
 
@@ -6,16 +6,26 @@ from setuptools import Extension, setup
 
 FAST = Path("src/stepscope/trace/fast")
 
+
+def extension(name: str, source: str, depends: list[str]) -> Extension:
+    return Extension(
+        name,
+        sources=[source],
+        depends=depends,
+        extra_compile_args=["-O3", "-g0"],
+        py_limited_api=True,  # one file for every Python from 3.10 on
+        optional=True,
+    )
+
+
 setup(
     ext_modules=[
-        Extension(
+        extension(
             "stepscope.trace.fast._scan",
-            sources=[str(FAST / "module.c")],
-            depends=[str(path) for path in sorted(FAST.glob("*.h"))],
-            extra_compile_args=["-O3", "-g0"],
-            py_limited_api=True,  # one file for every Python from 3.10 on
-            optional=True,
-        )
+            str(FAST / "module.c"),
+            [str(path) for path in sorted(FAST.glob("*.h"))],
+        ),
+        extension("stepscope.recorder.usual._notes", "src/stepscope/recorder/usual/_notes.c", []),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -76,7 +76,10 @@ class NanoGPT(Loop):
 
 def loops(device: str) -> list[Callable[[], Loop]]:
     if device == "cpu":
-        return [lambda: mlp("CPU", "cpu", 256, 6, 128, torch.float32)]
+        return [
+            lambda: mlp("CPU, one pass", "cpu", 256, 6, 256, torch.float32),
+            lambda: mlp("CPU, more passes", "cpu", 256, 6, 128, torch.float32),
+        ]
     return [
         lambda: mlp("GPU, device-bound", device, 8192, 2, 8192, torch.bfloat16),
         lambda: mlp("GPU, launch-bound", device, 64, 50, 64, torch.float32),

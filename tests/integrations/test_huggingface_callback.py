@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 import stepscope
 from forks import Forks, settings
 from stepscope.integrations.huggingface import StepscopeCallback
-from stepscope.recorder import clock as recorder_clock
-from stepscope.recorder import current, usual_steps, wall
+from stepscope.recorder import current, wall
 from stepscope.recorder.windows import Windows
 from stepscope.trace.recording import Recording, read_recording
 
@@ -190,11 +188,9 @@ def test_under_stepscope_run_there_is_one_recording_and_no_step_counts_twice(thr
     assert both.facts["steps"]["source"] == "step()"
 
 
-def test_the_last_figures_in_the_logs_are_those_of_the_card(tmp_path, monkeypatch):
+def test_the_last_figures_in_the_logs_are_those_of_the_card(tmp_path, recorder_uses):
     now_ns = [1_000_000_000]  # a clock that only forwards move: a busy machine changes nothing
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: now_ns[0])
-    monkeypatch.setattr(usual_steps, "perf_counter_ns", time.perf_counter_ns)  # and not for the tests after this one
-    monkeypatch.setattr(recorder_clock.Clock.__init__, "__defaults__", (time.perf_counter_ns,))
+    recorder_uses(lambda: now_ns[0])
     made = trainer(tmp_path, StepscopeCallback(tmp_path / "run", windows=WINDOWS), max_steps=40)
     made.model.register_forward_pre_hook(lambda *_: now_ns.__setitem__(0, now_ns[0] + 10_000_000))
     made.train()

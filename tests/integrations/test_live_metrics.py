@@ -1,15 +1,12 @@
 """The figures of a running recording, against the card of the same recording, on a clock that the loop sets."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
 
 import stepscope
 from stepscope.devices import Ceilings, save_ceilings
-from stepscope.recorder import clock as recorder_clock
-from stepscope.recorder import current, usual_steps
+from stepscope.recorder import current
 from stepscope.recorder.live import live_metrics, metrics, tally
 from stepscope.recorder.machine.cpu import cpu_name
 from stepscope.recorder.windows import Windows
@@ -32,11 +29,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(recorder_uses):
     clock = Clock()
-    monkeypatch.setattr(time, "perf_counter_ns", clock)
-    monkeypatch.setattr(usual_steps, "perf_counter_ns", clock)
-    monkeypatch.setattr(recorder_clock.Clock.__init__, "__defaults__", (clock,))
+    recorder_uses(clock)
     return clock
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from stepscope.recorder.inputs import batch_size
 from stepscope.recorder.model import (
     CalledRoots,
     CallHooks,
-    batch_size,
     live_modules,
     parameter_facts,
     visible_modules,

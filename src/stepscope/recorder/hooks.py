@@ -114,8 +114,6 @@ def _backward_patches(loop: Loop) -> list[Handle]:
 
     def begins(position: int, *args: Any, **kwargs: Any) -> After | None:
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        if usual.is_on and position == 3 and usual.backward_begins(tensors):
-            return usual.backward_ended
         if not loop.listens(trains=True):
             return None
         inputs = (args[1] if len(args) > 1 else kwargs.get("inputs")) if position == 4 else None
@@ -138,7 +136,7 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
 
     def begins(starts: Callable[[Any], bool], one: Any) -> After | None:
         if usual.is_on and usual.data_begins(starts(one)):
-            return usual.data_ended
+            return usual.loader_ended
         if not loop.listens():
             return None
         loop.data_begins(starts(one))

@@ -25,8 +25,8 @@ from stepscope.recorder.clock import (
     Clock,
 )  # fmt: skip
 from stepscope.recorder.frames import num_running_steps
+from stepscope.recorder.inputs import batch_size
 from stepscope.recorder.ledger.ledger import Ledger
-from stepscope.recorder.model import batch_size
 from stepscope.recorder.modes import unseen
 from stepscope.recorder.roots import Roots
 from stepscope.recorder.step_ends import EXPLICIT, UPDATE, Boundary, Owners, StepFinder, first_parameter
@@ -34,7 +34,7 @@ from stepscope.recorder.step_ends import FORWARD as BY_FORWARD
 from stepscope.recorder.step_ends import OPTIMIZER as BY_OPTIMIZER
 from stepscope.recorder.step_facts import Forward, Gradients, StepFacts
 from stepscope.recorder.updates import UpdateWatch
-from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.usual.steps import UsualSteps
 from stepscope.recorder.values import is_plain
 from stepscope.recorder.wall import surrounded
 

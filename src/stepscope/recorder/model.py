@@ -6,32 +6,21 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
 from sys import _getframe, getrefcount
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from stepscope.recorder.ledger.nodes import backward_runs
-from stepscope.recorder.modes import is_traced, num_dispatch_modes, num_function_modes, unseen
+from stepscope.recorder.modes import is_traced, unseen
 from stepscope.recorder.patches import remove_all
-from stepscope.recorder.values import items_of, modules_in, parameters_in, tensors_in
-from stepscope.recorder.wall import failed
+from stepscope.recorder.usual.notes import LONG_WAY, Link, Notes
+from stepscope.recorder.values import modules_in, parameters_in
+from stepscope.recorder.wall import failed, guarded
 
-MAX_INPUTS = 32  # tensors of a call that are looked at for the size of its batch
-MAX_LOOKED_AT = 1000  # values among which they are
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 End = Callable[[nn.Module], None]
-
-
-class Usual(Protocol):
-    """Takes the calls that are part of usual steps: see `usual_steps.py`."""
-
-    is_on: bool
-    is_inside: bool
-
-    def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -101,7 +90,7 @@ def live_modules() -> list[nn.Module]:
     return [module for module in modules if id(module) not in hidden]
 
 
-class _CallChain:
+class _CallChain(Link):
     """Replaces the compiled call that `Module.compile()` sets: it wraps the whole call of a module, hooks included.
 
     nn.Module checks this attribute at each call, drops it when it is copied or pickled, and avoids the slow path
@@ -110,17 +99,27 @@ class _CallChain:
 
     def __init__(self, module: nn.Module) -> None:
         self.inner = module.__dict__.get("_compiled_call_impl")
-        self.call: Callable[..., Any] | None = self.inner
+        self.set_call(self.inner)
         self.hooks: list[CallHooks] = []
-        self.usual: Usual | None = None  # of the only hook
+        self.usual: Notes | None = None  # of the only hook
         self.own: Any = None  # while it runs: the call of a class that may leave nn.Module's out
-        self._module = weakref.ref(module)  # a cycle would keep the module alive until the next garbage collection
+        # A cycle would keep the module alive until the next garbage collection.
+        self._module = self.root = weakref.ref(module)
+        self.key = id(module)
+
+    def set_call(self, call: Callable[..., Any] | None) -> None:
+        """Call the module through this from now on."""
+        self._call = self.call = call  # Dynamo does not look into what is written in C
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_traced():
-            return (self.call or self._module()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
-        module, usual, hooks = self._module(), self.usual, self.hooks
-        if getrefcount(self) > _NUM_REFERENCES[bool(kwargs)] + len(hooks) or module is None:
+            return (self._call or self._module()._call_impl)(*args, **kwargs)  # type: ignore[union-attr]
+        if self.usual is not None and self.own is None:
+            result = self.usual.forward(self, args, kwargs)
+            if result is not LONG_WAY:
+                return result
+        module = self.root()
+        if getrefcount(self) > (_NUM_WITH_KEYWORDS if kwargs else _NUM) + len(self.hooks) or module is None:
             # A script that copies a module's `__dict__` by hand copies this too: the caller's `self` is another one.
             called = _getframe(1).f_locals.get("self", module)
             if called is not module:
@@ -130,27 +129,6 @@ class _CallChain:
             if self.own is _BEGUN:
                 return call(*args, **kwargs)
             call, self.own = self.own, _BEGUN
-        if usual is not None and usual.is_on:
-            if usual.is_inside:
-                return call(*args, **kwargs)
-            is_usual = False
-            try:
-                if not num_function_modes() and not num_dispatch_modes():
-                    is_usual = usual.forward_begins(module, args, kwargs)
-                elif not torch.compiler._is_compiling_flag:
-                    is_usual = unseen(usual.forward_begins, module, args, kwargs)
-            except Exception as error:
-                failed(error)
-            if is_usual:
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    usual.is_inside = False
-                    if self.hooks and not usual.is_on:  # something unusual has happened inside
-                        try:  # type: ignore[unreachable]  # the call changes it
-                            unseen(self.hooks[0].end, module)
-                        except Exception as error:
-                            failed(error)
         if torch.compiler._is_compiling_flag:
             return call(*args, **kwargs)
         begun: list[CallHooks] = []
@@ -164,14 +142,23 @@ class _CallChain:
         try:
             return call(*args, **kwargs)
         finally:
-            try:
-                for hook in reversed(begun):
-                    unseen(hook.end, module)
-            except Exception as error:
-                failed(error)
+            self._end(begun, module)
+
+    @guarded
+    def ended_unusually(self) -> None:
+        """Called after a call that began as a usual one."""
+        self._end(self.hooks[:1], self.root())
+
+    @guarded
+    def _end(self, begun: list[CallHooks], module: nn.Module | None) -> None:
+        for hook in reversed(begun):
+            unseen(hook.end, module)
 
     def hooks_changed(self) -> None:
         self.usual = self.hooks[0].usual if len(self.hooks) == 1 else None
+        self.most_references, self.most_with_keywords = (
+            num + len(self.hooks) for num in (_NUM_USUAL, _NUM_USUAL_WITH_KEYWORDS)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules with a `__getstate__` of their own keep it, nn.LSTM among them. Their copies get None.
@@ -184,7 +171,7 @@ _BEGUN = object()  # in place of a class's own call, once hooks have run
 def call_with_hooks(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Make a call of a class's own, with the hooks that nn.Module's call would run."""
     chain = module.__dict__.get("_compiled_call_impl")
-    if not isinstance(chain, _CallChain) or chain.own is not None or chain._module() is not module:
+    if not isinstance(chain, _CallChain) or chain.own is not None or chain.root() is not module:
         return call(module, *args, **kwargs)
     chain.own = partial(call, module)
     try:
@@ -195,17 +182,23 @@ def call_with_hooks(call: Callable[..., Any], module: nn.Module, *args: Any, **k
 
 class _Counter(_CallChain):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getrefcount(self)
+        return getrefcount(self), self.usual.num_references(self, args, kwargs)  # type: ignore[union-attr]
 
 
-def _num_references(**kwargs: Any) -> int:
-    """Return how many references a chain has that is being called and that its module alone holds."""
+def _num_references(usual: Any, **kwargs: Any) -> Any:
+    """Return how many references a chain has that is being called and that its module alone holds: here and in C."""
     module = nn.Module()
-    module.__dict__["_compiled_call_impl"] = _Counter(module)
-    return int(nn.Module._wrapped_call_impl(module, **kwargs))
+    module.__dict__["_compiled_call_impl"] = counter = _Counter(module)
+    counter.usual = usual
+    del counter
+    return nn.Module._wrapped_call_impl(module, **kwargs)
 
 
-_NUM_REFERENCES = _num_references(), _num_references(given=None)  # Python versions differ
+# Versions of Python differ.
+(_NUM, _NUM_USUAL), (_NUM_WITH_KEYWORDS, _NUM_USUAL_WITH_KEYWORDS) = (
+    _num_references(Notes),
+    _num_references(Notes, given=None),
+)
 
 
 class CallHooks:
@@ -214,7 +207,7 @@ class CallHooks:
     Hooks of one module nest: the first to be added begins first and ends last.
     """
 
-    def __init__(self, module: nn.Module, begin: Begin, end: End, usual: Usual | None = None) -> None:
+    def __init__(self, module: nn.Module, begin: Begin, end: End, usual: Notes | None = None) -> None:
         self.begin, self.end, self.usual = begin, end, usual
         self._module = weakref.ref(module)
         chain = module.__dict__.get("_compiled_call_impl")
@@ -249,7 +242,7 @@ def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Any],
     `compiles` marks it as torch.compile: the module's children are hidden from then on.
     """
     chain = CallHooks(module, lambda *_: None, lambda _: None)._chain
-    chain.call = around(chain.call or module._call_impl)
+    chain.set_call(around(chain.call or module._call_impl))
     if compiles:
         chain.inner = chain.call
 
@@ -289,85 +282,6 @@ class CalledRoots:
 
     def remove(self) -> None:
         remove_all(self._handles)
-
-
-class BatchSize(NamedTuple):
-    """The size of the batch in one call of the root module. Tokens are None if they cannot be determined."""
-
-    num_tokens: int | None
-    num_samples: int | None
-
-
-MAX_SIZES = 256
-_known_sizes: dict[tuple[Any, ...], BatchSize] = {}  # by the names, shapes and dtypes of the inputs
-
-
-def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
-    """Return samples from the first tensor's first dimension, and tokens if the model reads integers.
-
-    >>> batch_size((torch.zeros(8, 128, dtype=torch.long),), {})
-    BatchSize(num_tokens=1024, num_samples=8)
-    >>> batch_size((torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)), {})
-    BatchSize(num_tokens=None, num_samples=8)
-    >>> batch_size((torch.zeros(8, 3, 32, 32), torch.zeros(8, 77, dtype=torch.long)), {})
-    BatchSize(num_tokens=None, num_samples=8)
-    >>> batch_size((), {"labels": torch.zeros(8, dtype=torch.long), "ids": torch.zeros(8, 16, dtype=torch.long)})
-    BatchSize(num_tokens=128, num_samples=8)
-    >>> batch_size((torch.zeros(4),), {})  # one state of a simulation
-    BatchSize(num_tokens=None, num_samples=1)
-    """
-    # This may run at every step: sizes that were seen before are looked up.
-    parts: list[Any] = [*kwargs]
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is torch.Tensor:
-            parts += value.shape, value.dtype
-        elif value is None or isinstance(value, (int, float, str)):
-            parts.append(None)
-        else:
-            return unseen(_new_batch_size, args, kwargs)  # a subclass of Tensor would see what is read from it
-    key = tuple(parts)
-    found = _known_sizes.get(key)
-    if found is None:
-        if len(_known_sizes) >= MAX_SIZES:
-            _known_sizes.clear()
-        found = _known_sizes[key] = _new_batch_size(args, kwargs)
-    return found
-
-
-def _new_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
-    named = list(_input_ids((args, kwargs)))
-    if named:
-        return BatchSize(sum(map(torch.Tensor.numel, named)), int(named[0].shape[0]))
-    tensors = list(islice(tensors_in((*args, *kwargs.values()), 2, MAX_LOOKED_AT), MAX_INPUTS))
-    if not tensors:
-        return BatchSize(None, None)
-    first = tensors[0]
-    num_dimensions, is_whole = first.dim(), _has_integers(first)
-    is_vector_of_floats = num_dimensions == 1 and not is_whole  # one state of a simulation, not a batch
-    num_samples = int(first.shape[0]) if num_dimensions and not is_vector_of_floats else 1
-    # Labels may come before the text, and a table of edges or a mask of pixels is not one row of text per sample.
-    max_dimensions = 9 if is_whole else 2
-    has_pictures = num_dimensions > 2 and not is_whole  # with captions: pairs are counted
-    for one in () if has_pictures else tensors:
-        if _has_integers(one) and 2 <= one.dim() <= max_dimensions and one.shape[0] == num_samples:
-            return BatchSize(one.numel(), num_samples)
-    is_text = len(tensors) == 1 and num_dimensions == 1 and is_whole
-    return BatchSize(first.numel() if is_text else None, num_samples)
-
-
-def _input_ids(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Yield the texts of a batch: one, or a column each of the pairs that a sentence encoder compares."""
-    if isinstance(value, dict):
-        named = dict.get(value, "input_ids")
-        if isinstance(named, torch.Tensor) and named.dim() > 1:
-            yield named
-    elif depth:
-        for one in islice(items_of(value), MAX_INPUTS):
-            yield from _input_ids(one, depth - 1)
-
-
-def _has_integers(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def parameter_facts(parameters: Iterable[torch.Tensor]) -> dict[str, Any]:

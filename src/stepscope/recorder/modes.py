@@ -41,6 +41,14 @@ def unseen(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             _push_mode(mode)
 
 
+def out_of_sight(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function of ours so that neither modes nor subclasses of Tensor see its calls."""
+    if num_function_modes() or num_dispatch_modes():
+        return unseen(function, *args, **kwargs)
+    with without_subclasses():
+        return function(*args, **kwargs)
+
+
 def has_dispatch_modes() -> bool:
     """Return whether the script's ops go through a dispatch mode, also one that is taken off just now."""
     return num_dispatch_modes() > 0 or any(_taken_off)

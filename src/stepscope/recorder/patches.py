@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from stepscope.recorder.modes import num_dispatch_modes, num_function_modes, unseen, without_subclasses
+from stepscope.recorder.modes import out_of_sight
 from stepscope.recorder.wall import failed
 
 
@@ -88,11 +88,7 @@ class Patch(_Replaced):
                 return original(*args, **kwargs)
             after = None
             try:
-                if num_function_modes() or num_dispatch_modes():
-                    after = unseen(before, *args, **kwargs)
-                else:
-                    with without_subclasses():
-                        after = before(*args, **kwargs)
+                after = out_of_sight(before, *args, **kwargs)
             except Exception as error:
                 failed(error)
             if after is None:
@@ -104,11 +100,7 @@ class Patch(_Replaced):
                 return result
             finally:
                 try:
-                    if num_function_modes() or num_dispatch_modes():
-                        unseen(after, has_returned)
-                    else:
-                        with without_subclasses():
-                            after(has_returned)
+                    out_of_sight(after, has_returned)
                 except Exception as error:
                     failed(error)
 

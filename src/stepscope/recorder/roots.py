@@ -15,7 +15,7 @@ from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, call_wi
 from stepscope.recorder.modes import unseen
 from stepscope.recorder.patches import After, Around, Handle, Patch, remove_all
 from stepscope.recorder.processes.imports import AfterImport
-from stepscope.recorder.usual_steps import UsualSteps
+from stepscope.recorder.usual.steps import UsualSteps
 from stepscope.recorder.values import modules_in, parameters_in
 from stepscope.recorder.wall import failed
 

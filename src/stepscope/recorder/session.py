@@ -14,7 +14,6 @@ from torch import nn
 
 from stepscope.recorder import current, files, hooks, wall, windows
 from stepscope.recorder.clock import BETWEEN_STEPS, Clock, TimedStep
-from stepscope.recorder.history.noted import UsualStep
 from stepscope.recorder.history.whole_run import WholeRun
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.modes import unseen
@@ -24,6 +23,7 @@ from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.run_facts import loop_facts
 from stepscope.recorder.step_ends import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.step_facts import NotedStep, StepFacts, joined_steps
+from stepscope.recorder.usual.events import UsualStep
 from stepscope.recorder.windows import Progress, Windows, WindowsDone
 
 

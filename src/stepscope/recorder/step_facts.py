@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from stepscope.recorder.clock import TimedStep
-from stepscope.recorder.model import BatchSize, batch_size
+from stepscope.recorder.inputs import BatchSize, Inputs, batch_size, is_known
 from stepscope.recorder.values import parameters_in
 
 GradientState = Callable[[nn.Module], tuple[Any, ...]]
-MAX_INPUTS = 64  # compared with a new one; an episode can have thousands
 
 
-Inputs = list[tuple[weakref.ref[torch.Tensor], int]]  # of the calls of a step so far, each with the id of its root
 # A forward of a usual step: its root (id and reference), its batch, its first input, whether that was seen before.
 Forward = tuple[int, weakref.ref[nn.Module], BatchSize, "weakref.ref[torch.Tensor] | None", bool]
 
@@ -156,24 +154,6 @@ class Gradients:
             probes = self._probes[root] = [weakref.ref(trained[i]) for i in chosen]
         gradients = [getattr(probe(), "grad", None) for probe in probes]
         return tuple(None if grad is None else (id(grad), grad._version) for grad in gradients)
-
-
-def is_known(given: torch.Tensor, key: int, inputs: Inputs) -> bool:
-    """Return whether the same root was called with the same data before."""
-    for reference, by in inputs[-MAX_INPUTS:]:
-        if by == key and (seen := reference()) is not None and _is_same(seen, given):
-            return True
-    return False
-
-
-def _is_same(seen: torch.Tensor, given: torch.Tensor) -> bool:
-    """Return whether an input that is still alive has the same data: itself, or detached from its graph."""
-    if seen.shape != given.shape:
-        return False
-    try:
-        return seen is given or (seen.data_ptr() == given.data_ptr() and seen.stride() == given.stride())
-    except RuntimeError:
-        return False  # a tensor without storage
 
 
 def _kept(loss: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class History:
         self.last_step = -1
         self.is_free = False  # whether the last step was in no window
         self._recent: deque[tuple[int, int]] = deque(maxlen=256)  # end and own time of undisturbed steps
-        self._medians: list[tuple[int, int]] = []  # end and median step of blocks; thinned out
+        self._ends, self._medians = array("q"), array("q")  # of blocks, and of their steps; thinned out
         self._core_times: tuple[int, int, int] | None = None  # when, on a core, waiting for one
         self.last_block: dict[str, Any] = {}
         now_ns, unix = self._clocks.now_ns(), self._clocks.unix
@@ -168,7 +168,7 @@ class History:
     def usual_ns(self, without_ns: int, least: int) -> int | None:
         """Return the median step of the run, without its end; None if there are too few blocks."""
         last_ns = self._recent[-1][0] if self._recent else 0
-        found = sorted(ns for end_ns, ns in self._medians if end_ns < last_ns - without_ns)
+        found = sorted(ns for end_ns, ns in zip(self._ends, self._medians) if end_ns < last_ns - without_ns)
         return found[len(found) // 2] if len(found) >= least else None
 
     def join(self, num_joined: int) -> None:
@@ -182,7 +182,7 @@ class History:
         self._block = self._typical_ns = None
         self.losses.clear()
         self._recent.clear()
-        self._medians.clear()
+        self._ends, self._medians = array("q"), array("q")
         self._line({"restart": reason})
 
     def event(self, kind: str, step: int, start_ns: int, ns: int = 0, **details: Any) -> None:
@@ -254,9 +254,10 @@ class History:
         median_ns = block.median_ns()
         if block.window in _UNDISTURBED:
             self._typical_ns = median_ns
-            self._medians.append((block.end_ns, median_ns))
+            self._ends.append(block.end_ns)
+            self._medians.append(median_ns)
             if len(self._medians) > MOST_TIMES:
-                self._medians = self._medians[::2]
+                self._ends, self._medians = self._ends[::2], self._medians[::2]
         line: dict[str, Any] = {
             **{"step": block.step, "num_steps": block.num_steps, "window": block.window, "start_ns": block.start_ns},
             **{"t": self._clocks.unix(block.end_ns), "wall_ns": sum(host_ns.values()), "median_ns": median_ns},

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from stepscope.recorder import files, windows
 from stepscope.recorder.clock import Clock, TimedStep, read_device_ns
 from stepscope.recorder.history.history import History
-from stepscope.recorder.history.noted import UsualStep
 from stepscope.recorder.history.writer import Writer
 from stepscope.recorder.live.tally import Tally
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.step_facts import StepFacts
+from stepscope.recorder.usual.events import UsualStep
 
 MOST_QUEUED = 2_000  # steps, in case the thread that digests them waits for a disk
 MOST_SECONDS = 2.0
@@ -155,6 +156,8 @@ class Samples:
             if self._history is not None:
                 self._history.add(index, windows.FREE, start_ns, wall_ns, host_ns, batch)
             lines.append(_line(index, windows.FREE, start_ns, wall_ns, host_ns, batch))
+            if self.waits:
+                sleep(0)  # the thread that trains may wait for Python's lock
         return lines
 
     def _step(

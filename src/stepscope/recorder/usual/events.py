@@ -1,4 +1,4 @@
-"""What the hooks note of usual steps (`usual_steps.py`), and the steps that the writer's thread makes of it."""
+"""What the hooks note of usual steps (`steps.py`), and the steps that the writer's thread makes of it."""
 
 from __future__ import annotations
 
