@@ -145,7 +145,7 @@ _FEW_ROWS = 64  # a one-hot product adds to a table this small in one pass over 
 _LOOKUPS = ("aten::gather", "aten::index_select", "aten::embedding")
 _FIXES = {
     "index_put": "F.embedding(index, x) instead of x[index]",
-    "embedding": "torch.compile(model), or one_hot(index).T @ gradient if the table is small",
+    "embedding": "F.one_hot(index, num_rows).to(weight.dtype) @ weight for a small table; else torch.compile(model)",
     "index_add": "torch.use_deterministic_algorithms(False) if it is on; else a segment reduction over sorted rows",
     "scatter": "torch.use_deterministic_algorithms(False) if it is on; else a segment reduction over sorted rows",
 }
@@ -177,6 +177,7 @@ def serialized_scatter(case: Case) -> list[Finding]:
             continue
         durations[first["event"]] = good_ns
         gone += [event for event in part["event"] if event != first["event"]]
+        gone += _casts_beside(work, first) if is_few else []
         rows.append({"op": first["op"], "called": first["root_op"], "shapes": first["shapes"], "bytes": added,
                      "kernel": str(first["name"]), "duration_ns": now_ns, "phase": first["phase"]})  # fmt: skip
     if not rows:
@@ -199,12 +200,41 @@ def serialized_scatter(case: Case) -> list[Finding]:
         saving_ns=saving_ns,
         derived="the step replayed with each done like embedding's backward: sort the indices, read the values once, "
         "read and write the target rows, at 40 % of the device's bandwidth; into a table of a few rows, by one pass "
-        "over the values, as a one-hot product does",
+        "over the values, as a one-hot product does, without casts of what it gives and gets",
         confidence="high" if share < 0.05 else "medium",
         falsified_by="make all indices different; the finding is wrong if the scatter is not faster",
         places=case.places([*durations, *gone]),
         evidence=(Evidence("scatters far below the bandwidth", table.head(8).to_dicts()),),
     )
+
+
+def _casts_beside(work: pl.DataFrame, scatter: dict[str, Any]) -> list[int]:
+    """Return the casts of what a small table gave and of its gradient: under autocast, a product needs neither.
+
+    Both have the shape of what is added: one comes before the scatter, the other after the lookup.
+    """
+    added = operands(scatter["shapes"], scatter["dtypes"])[0]
+    if not isinstance(added, Tensor):
+        return []
+    now = work.filter(pl.col("step") == scatter["step"], pl.col("kind") == "kernel").sort("start_ns")
+    copies = now.filter(pl.col("op") == "aten::copy_").select("event", "start_ns", "shapes", "dtypes")
+    casts = [(event, ns) for event, ns, *texts in copies.iter_rows() if _is_cast_of(added.shape, *texts)]
+    lookups = now.filter(pl.col("op").is_in(list(_LOOKUPS)), pl.col("phase").cast(pl.String) == "forward")
+    texts = pl.col(COLUMNS[1:]).cast(pl.String)
+    looked_up = (
+        ns
+        for ns, op, *of in lookups.select("start_ns", "op", texts).iter_rows()
+        if (tensors := op_tensors(op, *of)) and tensors[1] and tensors[1][0].shape == added.shape
+    )
+    first_ns = next(looked_up, scatter["start_ns"])
+    before = [event for event, ns in casts if ns < scatter["start_ns"]]
+    after = [event for event, ns in casts if first_ns < ns < scatter["start_ns"]]
+    return sorted({*before[-1:], *after[:1]})
+
+
+def _is_cast_of(shape: tuple[int, ...], shapes: str | None, dtypes: str | None) -> bool:
+    tensors = [one for one in operands(shapes, dtypes)[:2] if isinstance(one, Tensor)]
+    return [one.shape for one in tensors] == [shape, shape] and tensors[0].dtype != tensors[1].dtype
 
 
 def _table_rows(work: pl.DataFrame) -> dict[int, int]:
