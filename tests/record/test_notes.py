@@ -1,5 +1,7 @@
 """What is noted of usual steps in C is what Python notes."""
 
+import gc
+import importlib.util
 import random
 import sys
 import weakref
@@ -201,3 +203,81 @@ def test_references_come_and_go():
 
     steps(10)
     assert steps(10) == steps(1000)
+
+
+@compiled
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_interrupt_while_noting_is_the_scripts(monkeypatch, where):
+    """WHEN Ctrl-C comes while something is noted THEN the script gets it, and no error of ours is told."""
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    class Interrupted(notes.Notes):
+        __slots__ = ()
+        loss_of = interrupted
+
+    handled: list[Exception] = []
+    model = Model()
+    driven = Driven(notes.Notes, notes.Link, [model])
+    driven.notes.is_on, driven.notes.thread = True, get_ident()
+    with monkeypatch.context() as patch:
+        patch.setattr(notes, "failed", handled.append)
+        patch.setattr(notes, "batch_size", interrupted)
+        notes.use_compiled()
+        with pytest.raises(KeyboardInterrupt):
+            if where == "forward":
+                driven.forward(0, (torch.zeros(1),), {})
+            else:
+                one = Interrupted()
+                one.is_on, one.thread, one.waits, one.wants_loss = True, get_ident(), True, True
+                one.backward_begins((1.0,), {})
+    notes.use_compiled()
+    assert handled == []
+
+
+@compiled
+def test_what_the_script_raised_is_released_although_we_raise_too():
+    """WHEN a call raises and what follows it raises THEN the first error and its frames are released."""
+    alive: list[Any] = []
+
+    def ends(_link: Any) -> None:
+        raise SystemExit(3)
+
+    class Big: ...
+
+    model = Model()
+    for _ in range(5):
+        driven = Driven(notes.Notes, notes.Link, [model])
+        type(driven.links[0]).ended_unusually = ends
+        driven.notes.is_on, driven.notes.thread = True, get_ident()
+
+        def inside(driven: Driven = driven) -> None:
+            big = Big()
+            alive.append(weakref.ref(big))
+            driven.notes.is_on = False
+            raise KeyError("the script's own")
+
+        with pytest.raises(SystemExit):
+            driven.forward(0, (), {"inside": inside})
+    gc.collect()
+    assert [each() for each in alive] == [None] * 5
+
+
+@compiled
+def test_a_second_import_leaves_the_first_one_alone(monkeypatch):
+    """WHEN the C part is imported again THEN that fails, so that the second notes are Python's."""
+    name = "stepscope.recorder.usual._notes"
+    first = sys.modules[name]
+    monkeypatch.delitem(sys.modules, name)
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match="another import"):
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    sys.modules[name] = first
+    model = Model()
+    driven = Driven(notes.Notes, notes.Link, [model])
+    driven.notes.is_on, driven.notes.thread = True, get_ident()
+    driven.forward(0, (torch.zeros(1),), {})
+    assert driven.answers == [1]

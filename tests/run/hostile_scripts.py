@@ -45,6 +45,18 @@ model.register_full_backward_hook(lambda *_: print("backward"))
 torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: print(type(module).__name__))
 go()
 """,
+    "tensors without a shape": """
+ragged = [torch.ones(2, 3), torch.ones(1, 3)]
+linear = torch.nn.Linear(3, 3)
+own = sgd(linear)
+for _ in range(14):
+    out = linear(torch.nested.nested_tensor(ragged))
+    loss = torch.nested.to_padded_tensor(out, 0.0).square().sum()
+    loss.backward()
+    own.step()
+    own.zero_grad()
+    print(loss.item().hex())
+""",
     "a dispatch mode": """
 from torch.utils._python_dispatch import TorchDispatchMode
 class Log(TorchDispatchMode):

@@ -28,10 +28,10 @@ def is_known(given: torch.Tensor, key: int, inputs: Inputs) -> bool:
 
 def _is_same(seen: torch.Tensor, given: torch.Tensor) -> bool:
     """Return whether an input that is still alive has the same data: itself, or detached from its graph."""
-    if seen.shape != given.shape:
-        return False
     try:
-        return seen is given or (seen.data_ptr() == given.data_ptr() and seen.stride() == given.stride())
+        return seen is given or (
+            seen.shape == given.shape and seen.data_ptr() == given.data_ptr() and seen.stride() == given.stride()
+        )
     except RuntimeError:
         return False  # a tensor without storage
 
@@ -64,7 +64,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     # This may run at every step: sizes that were seen before are looked up.
     parts: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is torch.Tensor:
+        if type(value) is torch.Tensor and not value.is_nested:  # a nested one has no shape
             parts += value.shape, value.dtype
         elif value is None or isinstance(value, (int, float, str)):
             parts.append(None)
@@ -82,19 +82,19 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
 def _new_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     named = list(_input_ids((args, kwargs)))
     if named:
-        return BatchSize(sum(map(torch.Tensor.numel, named)), int(named[0].shape[0]))
+        return BatchSize(sum(map(torch.Tensor.numel, named)), named[0].size(0))
     tensors = list(islice(tensors_in((*args, *kwargs.values()), 2, MAX_LOOKED_AT), MAX_INPUTS))
     if not tensors:
         return BatchSize(None, None)
     first = tensors[0]
     num_dimensions, is_whole = first.dim(), _has_integers(first)
     is_vector_of_floats = num_dimensions == 1 and not is_whole  # one state of a simulation, not a batch
-    num_samples = int(first.shape[0]) if num_dimensions and not is_vector_of_floats else 1
+    num_samples = first.size(0) if num_dimensions and not is_vector_of_floats else 1
     # Labels may come before the text, and a table of edges or a mask of pixels is not one row of text per sample.
     max_dimensions = 9 if is_whole else 2
     has_pictures = num_dimensions > 2 and not is_whole  # with captions: pairs are counted
     for one in () if has_pictures else tensors:
-        if _has_integers(one) and 2 <= one.dim() <= max_dimensions and one.shape[0] == num_samples:
+        if _has_integers(one) and 2 <= one.dim() <= max_dimensions and one.size(0) == num_samples:
             return BatchSize(one.numel(), num_samples)
     is_text = len(tensors) == 1 and num_dimensions == 1 and is_whole
     return BatchSize(first.numel() if is_text else None, num_samples)

@@ -192,7 +192,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             try:
                 if not self._is_over:
                     op = self._ops.get(func) or self._ops.setdefault(func, Op(func))
-                    decomposes = op.decomposes
+                    decomposes = op.decomposes and not any(map(_is_nested, args))
                     if op.is_higher_order:
                         self._count(op, func, args, kwargs, None)
             except Exception as error:
@@ -332,3 +332,7 @@ def _without_pauses(stages: list[Stage]) -> list[Stage]:
         else:
             kept.append(stage)
     return kept
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_nested  # has kernels of its own, and no sizes

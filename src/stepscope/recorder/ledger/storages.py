@@ -55,6 +55,10 @@ class Stage(TypedDict):
     event: int
 
 
+def _sizes(tensor: torch.Tensor) -> list[int]:
+    return [] if tensor.is_nested else list(tensor.shape)  # texts of different lengths have no shape
+
+
 def storage_of(tensor: Any) -> Any:
     """Return a tensor's storage, or that of the tensor it wraps (`_stepscope_inner`, a DTensor's local tensor)."""
     inner = getattr(tensor, "_stepscope_inner", None)
@@ -118,13 +122,13 @@ class Storages:
             return
         storage = storage_of(tensor)
         before = before or not self._is_open
-        self.live[key] = len(self.allocations)
         self.allocations.append(Allocation(
             bytes=storage.nbytes(), device=self._name(tensor.device), dtype=self._name(tensor.dtype),
-            shape=list(tensor.shape), owner=owner, op=BEFORE if before else op, phase=None if before else phase,
+            shape=_sizes(tensor), owner=owner, op=BEFORE if before else op, phase=None if before else phase,
             module=module, caller=caller, born=None if before else self._next_event(), died=None,
             born_ns=None if before else self._now(), died_ns=None,
         ))  # fmt: skip
+        self.live[key] = len(self.allocations) - 1
         self._references[key] = weakref.ref(storage, lambda _reference: self._died(key))
 
     def _died(self, key: int) -> None:
@@ -172,7 +176,7 @@ class Storages:
                 entry = self.allocations[index]
                 entry["owner"] = owner
                 if owner == INPUT:  # a batch may be part of a data set
-                    entry["shape"] = list(tensor.shape)
+                    entry["shape"] = _sizes(tensor)
                 entry["module"] = entry["module"] or module
 
     def keep_for_backward(self, phase: str) -> None:

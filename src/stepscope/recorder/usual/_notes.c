@@ -48,7 +48,7 @@ static bool is_ours(const Notes *self) { return self->is_on && PyThread_get_thre
 
 /* Append an event; takes over `what`, which may be NULL after an error. Return its time in ns, or -1. */
 static long long note(Notes *self, int kind, PyObject *now, PyObject *what) {
-    PyObject *time = now ? Py_NewRef(now) : PyObject_CallNoArgs(used[CLOCK]);
+    PyObject *time = now ? Py_NewRef(now) : what ? PyObject_CallNoArgs(used[CLOCK]) : NULL;
     PyObject *event = what && time ? PyTuple_Pack(3, kinds[kind], time, what) : NULL;
     long long ns = event && PyList_Append(self->events, event) == 0 ? PyLong_AsLongLong(time) : -1;
     Py_XDECREF(event);
@@ -115,6 +115,10 @@ static int shape_of(PyObject *known, Py_ssize_t *at, PyObject *made, PyObject *v
     PyObject *const names[] = {texts[SHAPE], texts[DTYPE]};
     for (int i = 0; i < 2 && result == 1; i++) {
         PyObject *item = PyObject_GetAttr(value, names[i]);
+        if (!item && PyErr_ExceptionMatches(PyExc_RuntimeError)) { /* a nested tensor has no shape */
+            PyErr_Clear();
+            return 0;
+        }
         result = one_shape(known, at, made, item);
         Py_XDECREF(item);
     }
@@ -214,9 +218,11 @@ static PyObject *forward_begins(Notes *self, Link *link, PyObject *root, PyObjec
     return result;
 }
 
-/* Hand an error of ours to `failed`. Return false if that raises. */
+/* Hand an error of ours to `failed`. Return false if that raises, or if it is a KeyboardInterrupt, say. */
 static bool is_handled(void) {
     PyObject *type, *error, *traceback;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return false;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback)
@@ -257,8 +263,12 @@ static PyObject *forward(Notes *self, PyObject *const *given, Py_ssize_t num) {
                 Py_XDECREF(done);
                 if (done)
                     PyErr_Restore(type, error, traceback);
-                else
+                else {
                     replace(&result, NULL);
+                    Py_XDECREF(type);
+                    Py_XDECREF(error);
+                    Py_XDECREF(traceback);
+                }
             }
         } else if (!PyErr_Occurred() || is_handled())
             result = Py_NewRef(used[LONG_WAY]);
@@ -463,6 +473,10 @@ static PyObject *use(PyObject *module, PyObject *const *given, Py_ssize_t num) {
 static PyMethodDef FUNCTIONS[] = {METHOD("use", use, METH_FASTCALL), {NULL, NULL, 0, NULL}};
 
 static int prepare(PyObject *module) {
+    if (type_of_links) { /* what is static belongs to the first import: another one has the Python version */
+        PyErr_SetString(PyExc_ImportError, "already in use by another import of Stepscope");
+        return -1;
+    }
     for (int i = 0; i < NUM_TEXTS; i++)
         if (!(texts[i] = PyUnicode_InternFromString(TEXTS[i])))
             return -1;

@@ -149,7 +149,7 @@ class PythonNotes:
             self.is_odd = True
         shapes: list[Any] = [*kwargs]
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if type(value) is Tensor:
+            if type(value) is Tensor and not value.is_nested:
                 shapes += value.shape, value.dtype
             else:
                 shapes.append(value if value is None or type(value) is int else object())  # like no other
