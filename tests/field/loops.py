@@ -75,6 +75,8 @@ BETWEEN = (
         in_make_test=True,
     ),
     Case("between/rollout_no_grad", 40, 48, between=("rollout",), in_make_test=True),
+    Case("between/targets_no_grad", 40, 12, micro_batches=None, absent=("evaluation", "rollout"), in_make_test=True),
+    Case("between/timed_wrapper", 40, 20, micro_batches=None, absent=("evaluation", "rollout"), in_make_test=True),
     Case("between/rollout_with_grad", 40, 12, micro_batches=None, in_make_test=True),
     Case(
         "between/ppo",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import is_grad_enabled, nn
 
-from stepscope.recorder.clock import EVALUATION, FORWARD_OF_ANOTHER, FORWARD_WITHOUT_GRADIENTS, ROLLOUT
+from stepscope.recorder.clock import EVALUATION, FORWARD, FORWARD_OF_ANOTHER, FORWARD_WITHOUT_GRADIENTS, ROLLOUT
 from stepscope.recorder.frames import place, script_frames
 from stepscope.recorder.values import parameters_in
 
 MAX_PLACES = 16
-FIRST_SEEN = 2  # the step from which on all models are known
+MAX_CALLED = 10_000  # models and lines
+FIRST_SEEN = 2  # the step from which on all models and sizes are known
 # Functions that call the trained model without gradients. The innermost that matches decides. What is printed or
 # shown is to be looked at: training does not read it.
 _EVALUATES = re.compile(r"eval|valid|test|predict|estimate|infer|(?:^|_)(?:print|show|display|preview|visuali[sz]e)")
@@ -33,8 +34,11 @@ class Between:
         self._optimizers = optimizers
         self._trained: dict[int, bool] = {}  # root -> whether the optimizers have parameters of it
         self._samples = False
-        self._num_steps = 0
-        self._called: dict[int, tuple[int, bool]] = {}  # root -> its last step, and whether it was in the one before
+        self._step = 0
+        # Root, or line of the script -> its last step, in how many it was, and whether it comes in each.
+        self._called: dict[Hashable, tuple[int, int, bool]] = {}
+        self._sizes: set[int | None] = set()  # samples of the batches that this step trains with
+        self._earlier_sizes: set[int | None] = set()
         self._kind: str | None = None  # what forwards without gradients are, until training goes on
         self._caller: Any = None  # the function of the script that they come from
         self._first: str | None = None
@@ -44,31 +48,41 @@ class Between:
         """Look again at which models are trained."""
         self._trained.clear()
 
-    def step_ended(self, num_steps: int = 1) -> None:
-        self._num_steps += num_steps
+    def step_begins(self, step: int) -> None:
+        self._step = step
+        self._earlier_sizes, self._sizes = self._sizes, set()
+
+    def trained_with(self, num_samples: int | None) -> None:
+        """Note the size of a batch."""
+        self._sizes.add(num_samples)
 
     def training_goes_on(self) -> None:
         """Look again at who calls the next forward without gradients."""
         self._kind = None
         self._may_be_rollout = False
 
-    def label_without_gradients(self, root: nn.Module, is_like_training: Callable[[], bool]) -> str:
+    def label_without_gradients(self, root: nn.Module, num_samples: Callable[[], int | None]) -> str:
         """Return what a forward without gradients is: part of training, an evaluation, or a rollout.
 
-        It is part of training if it comes in each step and its model is a teacher, or if it makes something to train
-        with, in training mode and with a batch of the same size: a GAN's fakes, a target.
+        It is part of training if its model, or its line of the script, comes in each step, and if its model is a
+        teacher, or if it makes something to train with, in training mode and with a batch of a size that the step
+        trains with: a GAN's fakes, a target.
         """
         is_trained = self._is_trained(root)
-        if not is_trained and self._is_in_each_step(root):
-            return FORWARD_OF_ANOTHER
-        frame = next(script_frames(), None)
+        frame = next((frame for frame in script_frames() if frame.f_code.co_name != "forward"), None)
         caller = None if frame is None else frame.f_code
+        is_regular = self._is_in_each_step(id(root))
+        if frame is not None:
+            is_regular |= self._is_in_each_step((caller, frame.f_lineno))
+        if not is_trained and is_regular:
+            return FORWARD_OF_ANOTHER
         if self._kind is None or caller is not self._caller:
             self._caller = caller
-            is_usual = root.training or self._is_in_each_step(root)  # else text or pictures to look at
+            is_usual = root.training or is_regular  # else text or pictures to look at
             self._kind = self._named(ROLLOUT if is_usual else EVALUATION)
             if self._kind is None and root.training and is_trained:
-                is_part = self._is_in_each_step(root) and is_like_training()
+                is_alike = self._step < FIRST_SEEN or num_samples() in self._sizes | self._earlier_sizes
+                is_part = is_regular and is_alike
                 unnamed = FORWARD_OF_ANOTHER if is_part else FORWARD_WITHOUT_GRADIENTS
                 self._kind = ROLLOUT if self._samples else unnamed
             self._kind = self._kind or EVALUATION
@@ -77,24 +91,30 @@ class Between:
 
     @property
     def before_training(self) -> str:
-        """What the forwards before the first backward were."""
+        """What the forwards before the first backward were: FORWARD if they may be part of the first step."""
         return self._first or EVALUATION
 
     def called_before_training(self, root: nn.Module) -> None:
         """Look at who calls the first forward of all."""
         if self._first is None:
             named = self._named()
-            self._first = named or EVALUATION
-            self._may_be_rollout = named is None and root.training
+            trains = named is None and root.training
+            self._first = named or (FORWARD if trains else EVALUATION)
+            self._may_be_rollout = trains and not is_grad_enabled()
 
     def _named(self, generation: str = ROLLOUT) -> str | None:
         return _kind((frame.f_code.co_name.lower() for frame in script_frames()), generation)
 
-    def _is_in_each_step(self, root: nn.Module) -> bool:
-        step, is_usual = self._called.get(id(root), (FIRST_SEEN, True))
-        if step != self._num_steps:
-            is_usual = self._num_steps - step <= 1
-            self._called[id(root)] = self._num_steps, is_usual
+    def _is_in_each_step(self, what: Hashable) -> bool:
+        """Return whether something came in the step before too, or in most steps: one of several critics does not."""
+        step, num_steps, is_usual = self._called.get(what, (FIRST_SEEN, 0, True))
+        if step != self._step or not num_steps:
+            num_steps += 1
+            # Steps that were joined have had higher numbers.
+            is_usual = self._step - step <= 1 or 2 * num_steps > self._step - FIRST_SEEN
+            if len(self._called) >= MAX_CALLED:
+                self._called.clear()
+            self._called[what] = self._step, num_steps, is_usual
         return is_usual
 
     def outputs_are_sampled(self) -> None:

@@ -60,6 +60,8 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     BatchSize(num_tokens=128, num_samples=8)
     >>> batch_size((torch.zeros(4),), {})  # one state of a simulation
     BatchSize(num_tokens=None, num_samples=1)
+    >>> batch_size((torch.tensor(0.5), torch.zeros(20, 2)), {})  # a time, and the batch
+    BatchSize(num_tokens=None, num_samples=20)
     """
     # This may run at every step: sizes that were seen before are looked up.
     parts: list[Any] = [*kwargs]
@@ -86,7 +88,7 @@ def _new_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     tensors = list(islice(tensors_in((*args, *kwargs.values()), 2, MAX_LOOKED_AT), MAX_INPUTS))
     if not tensors:
         return BatchSize(None, None)
-    first = tensors[0]
+    first = next((tensor for tensor in tensors if tensor.dim()), tensors[0])  # a time may come before the batch
     num_dimensions, is_whole = first.dim(), _has_integers(first)
     is_vector_of_floats = num_dimensions == 1 and not is_whole  # one state of a simulation, not a batch
     num_samples = first.size(0) if num_dimensions and not is_vector_of_floats else 1

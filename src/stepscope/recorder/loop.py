@@ -67,7 +67,6 @@ class Loop:
         self._deferred = Boundary.NONE
         self._label_around_data: str | None = None
         self._backward_seen = self._awaits_backward = self._gradients_unused = False
-        self._num_samples: int | None = None  # of the last forward that counted
         self._asides: list[tuple[str, str | None]] = []  # what is going on beside training, and the label around it
         self._called_in_eval_mode = self._trains_in_eval_mode = False
 
@@ -179,9 +178,7 @@ class Loop:
         if self._asides and not has_gradients:
             label = self._asides[-1][0]
         elif self.finder.trains and not has_gradients:
-            label = self.between.label_without_gradients(
-                root, lambda: batch_size(args, kwargs).num_samples == self._num_samples
-            )
+            label = self.between.label_without_gradients(root, lambda: batch_size(args, kwargs).num_samples)
         else:
             label = self._label_with_gradients(root)
             if not self.finder.trains:
@@ -190,7 +187,7 @@ class Loop:
         # In training, a forward without gradients is an evaluation or a teacher and not part of the batch.
         if has_gradients or not self.finder.trains:
             self._gradients_unused |= self._awaits_backward
-            self._num_samples = self.facts.count_batch(root, args, kwargs)
+            self.between.trained_with(self.facts.count_batch(root, args, kwargs))
         if self.observer is not None:
             self.observer.note_inputs(args, kwargs)
 
@@ -333,7 +330,7 @@ class Loop:
         self._root_depth += goes_on
         self._called_in_eval_mode = False
         self._switch(UNATTRIBUTED if self.is_free else FORWARD)
-        self._num_samples = forward[2].num_samples
+        self.between.trained_with(forward[2].num_samples)
         self.facts.count_usual(forward)
 
     def usual_optimizer_begins(self, optimizer: int) -> None:

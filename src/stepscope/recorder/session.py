@@ -206,7 +206,7 @@ class Session:
         self._begun.append((step, self._loop.facts, num_compiles))
         self._step += 1
         self._roots.stop_awaiting()
-        self._loop.between.step_ended()
+        self._loop.between.step_begins(self._step)
         if finished != windows.FREE:
             self._probes.memory.step_ended()
             self._window = self._run.windows(self._windows).at(self._step)
@@ -264,16 +264,15 @@ class Session:
 
     def _usual_steps_ended(self, num_steps: int, last_ns: int, steps: Iterator[UsualStep]) -> None:
         self._samples.add_usual(self._step, num_steps, steps, self._tokens_per_step)
-        self._step += num_steps
-        self._last_ns = last_ns
-        self._loop.between.step_ended(num_steps)
+        self._step, self._last_ns = self._step + num_steps, last_ns
+        self._loop.between.step_begins(self._step)
 
     def _free_step_ended(self, step: TimedStep) -> None:
         num_compiles, self._num_compiles = self._num_compiles, self._probes.compiler.num_compiles
         self._write_step(step, self._loop.facts, self._num_compiles - num_compiles)
         self._step += 1
         self._roots.stop_awaiting()
-        self._loop.between.step_ended()
+        self._loop.between.step_begins(self._step)
         self._last_ns = step.wall_ns
         self._loop.facts = StepFacts()
         self._clock.begin_step()
@@ -304,6 +303,7 @@ class Session:
         self._step, self._window = 0, self._windows.at(0)
         self._write_step(*joined)
         self._step, self._begun = 1, [joined]
+        self._loop.between.step_begins(1)
         self._probes.memory.num_steps = 1
         self._has_roots = False
         self._roots.search()
