@@ -32,6 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.cli.support.ahead import import_beside
 from stepscope.cli.support.answers import answer
 from stepscope.cli.support.options import add_source_arguments, add_spread_argument, opened, positive
 from stepscope.cli.support.output import print_document, write
@@ -94,6 +95,7 @@ def _analyze(arguments: argparse.Namespace, views: list[str]) -> None:
         analysis: Any = _memory(arguments)
     else:
         with opened(arguments, arguments.paths) as session:
+            import_beside("stepscope.analysis.ranks.rank_account")
             analysis = session.analyze(arguments.step)
     if arguments.json and not views:
         write(chain(analysis.json_text(most), "\n"))

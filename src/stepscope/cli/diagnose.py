@@ -24,6 +24,7 @@ examples:
 import argparse
 from pathlib import Path
 
+from stepscope.cli.support.ahead import import_beside
 from stepscope.cli.support.answers import answer
 from stepscope.cli.support.options import (
     add_source_arguments,
@@ -34,7 +35,7 @@ from stepscope.cli.support.options import (
 )
 from stepscope.cli.support.output import print_answer
 from stepscope.errors import UsageError
-from stepscope.session import import_beside, latest_run
+from stepscope.session import latest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _diagnose(arguments: argparse.Namespace) -> None:
     with opened(arguments, arguments.path) as session:
-        import_beside("stepscope.findings.diagnose")
+        import_beside("stepscope.session.case", "stepscope.findings.diagnose")
         case = session.case
     scale, dropped, host = [_scale(word) for word in arguments.scale], arguments.drop_launches, arguments.host
     if scale or dropped or host is not None or arguments.no_waits or arguments.clean:

@@ -6,9 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from stepscope import errors
@@ -35,14 +33,6 @@ PathLike = str | os.PathLike[str]
 Progress = Callable[[float], None]
 
 RUNS_FOLDER = Path("runs")  # where `stepscope run` writes without -o
-
-
-def import_beside(*modules: str) -> None:
-    """Import modules in another thread: reading a trace releases the interpreter, and importing needs little else.
-
-    They may not import a part of polars before polars itself: two threads inside it can end in a deadlock.
-    """
-    Thread(target=lambda: [*map(import_module, modules)], daemon=True).start()
 
 
 def open_session(
@@ -186,7 +176,6 @@ class Session:
                 accounts.add(each)
             return accounts.analysis()
         traces = self._ranks(rank)
-        import_beside("stepscope.analysis.ranks.rank_account")
         for opened in traces:
             from stepscope.analysis.ranks.rank_account import last_account
 
@@ -207,7 +196,6 @@ class Session:
     def case(self) -> Case:
         """What rules look at: the first rank's typical steps, the recording, the other ranks' accounts."""
         need_read_side()
-        import_beside("stepscope.session.case")
         facts = self._facts_of_case()
         from stepscope.session.case import Case
 
