@@ -215,21 +215,23 @@ def test_a_phase_is_as_long_as_the_stopwatch_says(stopwatch, phase):
     belongs = phase_of(clean)
     recorded = [sum(ns for name, ns in sample.host_ns.items() if belongs[name] == phase) / 1e9 for sample in clean]
     step, seconds = median(seconds_of_steps(watch)[CLEAN]), watch[phase][CLEAN]
-    if any(seconds):
-        assert median(ours / theirs for ours, theirs in zip(recorded, seconds)) == pytest.approx(1, abs=0.02)
-    else:
-        assert median(recorded) < 0.02 * step
+    # A share of the step: a short phase that waits for a core is longer than the stopwatch inside it says.
+    assert median(ours - theirs for ours, theirs in zip(recorded, seconds)) == pytest.approx(0, abs=0.02 * step)
     on_the_card = {entry["name"]: entry["host_ns"] / 1e9 for entry in card["phases"]}
-    # The card has the mean of the middle half of the steps, the shortest and the longest quarter left out.
     middle = sorted(range(15), key=lambda place: clean[place].wall_ns)[3:12]
     assert on_the_card[phase] == pytest.approx(mean(seconds[place] for place in middle), abs=0.02 * step)
+
+
+def _mean_of_middle_ns(run):
+    """The card has the mean of the middle half of the steps, the shortest and the longest quarter left out."""
+    return mean(sorted(sample.wall_ns for sample in run.recording.window("clean"))[3:12])
 
 
 def test_the_step_is_as_long_as_its_parts(stopwatch):
     watch, run, card = stopwatch
     steps = seconds_of_steps(watch)[CLEAN]
     assert card["step_ns"]["median"] / 1e9 == pytest.approx(median(steps), rel=0.02)
-    assert sum(phase["host_ns"] for phase in card["phases"]) == pytest.approx(card["step_ns"]["median"], rel=0.01)
+    assert sum(phase["host_ns"] for phase in card["phases"]) == pytest.approx(_mean_of_middle_ns(run), rel=1e-6)
     assert [row["name"] for row in card["rows"]][:5] == ["data", "forward", "backward", "optimizer", "other"]
     assert sum(row["share"] for row in card["rows"]) == pytest.approx(1, abs=1e-9)
     assert card["num_clean"] == 15
