@@ -229,13 +229,14 @@ class Loop:
         if self._backward_depth > 1:
             return
         self.finder.trains = True
-        self.between.training_goes_on()
+        is_last = self.between.backward_begins()
         self.facts.backward_begins(self._gradients.state)
         self._backward_seen = True
         self._awaits_backward = False
         self._trains_in_eval_mode |= self._called_in_eval_mode
         if self.is_free:
-            self.usual.sample_loss(tensors)
+            if is_last:
+                self.usual.sample_loss(tensors)
             return
         is_loss = isinstance(tensors, torch.Tensor) and is_plain(tensors) and tensors.numel() == 1
         if (is_loss or isinstance(tensors, float)) and not self._root_depth:
