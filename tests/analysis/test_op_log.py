@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import polars as pl
 import pytest
 
-from stepscope.analysis.structure.op_log import chain_lengths, logged_calls
+from stepscope.analysis.structure.op_log import chain_lengths, logged_calls, with_calls
+from trace_builder import TraceBuilder
 
 WEIGHT, GRADIENT, DATA, HISTORY, FREE, OTHER_FREE, LATER = range(7)
 
@@ -102,6 +104,59 @@ def test_what_reads_only_what_never_changes_is_constant():
 @pytest.mark.parametrize("spoils", [("aten.rand! forward", [], [FREE]), ("aten.copy_ forward", [-1], [FREE])])
 def test_drawn_numbers_and_data_from_outside_are_not_constant(spoils):
     assert constants(log(("aten.zeros forward", [], [FREE]), spoils)) == [False, False], "nor what they overwrite"
+
+
+def test_memory_alone_is_not_a_constant_result():
+    """What fills it may be no op at all, such as a kernel of an extension."""
+    taken, read = ("aten.empty forward", [], [FREE]), ("aten.mul forward", [FREE], [OTHER_FREE])
+
+    assert constants(log(taken, read)) == [False, False]
+    assert constants(log(taken, ("aten.fill_ forward", [], [FREE]), read)) == [False, True, True]
+
+
+def test_data_from_outside_are_not_constant_because_an_op_wrote_such_data():
+    assert constants(log(("aten.arange forward", [], [-1]), ("aten.mul forward", [-1], [FREE]))) == [False, False]
+
+
+def test_a_result_beside_an_empty_one_can_be_constant():
+    """In evaluation, a batch norm returns two tensors without elements."""
+    norm = ("aten.native_batch_norm forward", [DATA], [-1, FREE])
+
+    assert constants(log(norm, norm, unchanged=(DATA,))) == [True, True]
+
+
+def test_an_op_is_as_constant_and_as_useful_as_what_is_in_it():
+    """batch_norm takes memory, which nothing uses, before it normalizes new data."""
+    calls = logged_calls(log(
+        ("aten.zeros forward", [], [FREE]), ("aten.native_batch_norm forward", [DATA], [WEIGHT]),
+        ("aten.tril forward", [], [OTHER_FREE]),
+    ))  # fmt: skip
+    trace = TraceBuilder().step(1, 0, 400)
+    trace.op("aten::batch_norm", 10, 90).op("aten::_batch_norm_impl_index", 20, 70)
+    trace.op("aten::zeros", 30, 5).op("aten::native_batch_norm", 40, 40)
+    trace.op("aten::mask", 110, 30).op("aten::tril", 120, 10)
+
+    table = with_calls(trace.linked().host, calls).filter(pl.col("kind") == "op")
+
+    assert table.select(pl.col("name").cast(pl.String), "is_constant", "use").rows() == [
+        ("aten::batch_norm", False, "training"), ("aten::_batch_norm_impl_index", False, "training"),
+        ("aten::zeros", True, "unused"), ("aten::native_batch_norm", False, "training"),
+        ("aten::mask", True, "unused"), ("aten::tril", True, "unused"),
+    ]  # fmt: skip
+
+
+def test_an_op_is_not_constant_if_one_in_it_is_unknown():
+    """The traced step calls aten::mul once, the probed one twice."""
+    calls = logged_calls(log(
+        ("aten.zeros forward", [], [FREE]), ("aten.mul forward", [DATA], [LATER]),
+        ("aten.mul forward", [DATA], [LATER]),
+    ))  # fmt: skip
+    trace = TraceBuilder().step(1, 0, 400)
+    trace.op("aten::scaled", 10, 90).op("aten::zeros", 30, 5).op("aten::mul", 40, 40)
+
+    table = with_calls(trace.linked().host, calls).filter(pl.col("kind") == "op")
+
+    assert table["is_constant"].to_list() == [False, True, None]
 
 
 def test_a_tensor_that_the_step_itself_changes_is_not_constant():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from any_trace import any_trace
+from stepscope.analysis.structure.cpu_work import with_cpu_work
 from stepscope.analysis.structure.links import link
 from stepscope.analysis.structure.work import work
 from stepscope.analysis.time.replay import Change, Replay, typical_steps
@@ -174,6 +175,20 @@ def test_work_that_is_gone_takes_the_ops_that_did_nothing_else():
     assert change.host is not None
     assert change.host.select("start_ns", "end_ns").rows() == [(10_000, 70_000), (105_000, 125_000)]
     assert Replay(linked).play(change).done_ns == 300_000 - 80_000
+
+
+def test_a_loop_that_is_gone_leaves_what_stays_inside_of_its_ops():
+    """On a CPU, an op is its own launch and contains others: the norm is gone, the sum in it stays."""
+    trace = TraceBuilder().step(1, 0, 400)
+    for name, at, took in (("mul", 10, 20), ("native_layer_norm", 50, 200), ("sum", 60, 180), ("add", 300, 20)):
+        trace.op(f"aten::{name}", at, took)
+    linked = with_cpu_work(trace.linked(), 1.0)
+    gone = [row["event"] for row in linked.device.iter_rows(named=True) if row["name"] != "aten::sum"]
+
+    change = without(linked, gone, is_loop=True)
+
+    assert change.host is not None
+    assert change.host.select("start_ns", "end_ns").rows() == [(10_000, 60_000), (300_000, 320_000)]
 
 
 def test_steps_that_are_alike():

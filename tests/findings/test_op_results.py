@@ -49,16 +49,24 @@ def an_op(name: str, reads: list[int], writes: list[int], took: int = 1000, **mo
     return {"name": name, "reads": reads, "writes": writes, "took": took, **fields, **more}
 
 
-def of(folder: Path, *ops: Op, unchanged: tuple[int, ...] = (), pause: int = 0) -> Case:
-    """A recording on a CPU of two traced steps of 10 ms with these ops, and a log of the third."""
+def of(folder: Path, *ops: Op, unchanged: tuple[int, ...] = (), pause: int = 0, around: tuple[str, ...] = ()) -> Case:
+    """A recording on a CPU of two traced steps of 10 ms with these ops, and a log of the third. Only the trace shows
+    the ops `around` them all."""
     recorded(folder, [10.0] * 20, flags=FLAGS)
     trace = TraceBuilder()
     for step in (0, 1):
         at = STEP_US * step
         trace.step(step + 1, at, STEP_US)
+        if around:
+            took = sum(one["took"] + pause for one in ops)
+            trace.annotation(f"stepscope.phase/{ops[0]['phase']}", at, took)
+        for number, name in enumerate(around):
+            shapes = {"Input Dims": [[256, 256]], "Input type": ["float"]}
+            trace.op(name, at, took - 50 * number, id=len(trace.events) + 1, **shapes)
         for one in ops:
             dims = one["dims"](step)
-            trace.annotation(f"stepscope.phase/{one['phase']}", at, one["took"])
+            if not around:
+                trace.annotation(f"stepscope.phase/{one['phase']}", at, one["took"])
             shapes = {"Input Dims": dims, "Input type": ["float"] * len(dims)}
             trace.op(one["name"].replace(".", "::"), at, one["took"], id=len(trace.events) + 1, **shapes)
             at += one["took"] + pause
@@ -99,6 +107,18 @@ def test_a_result_that_never_changes(tmp_path):
 
     assert finding.saving_ns == pytest.approx(2 * MS) and "train.py:7 in step" in finding.sentence
     assert constant_work(of(tmp_path, mask, used)) == [], "new data in every step"
+
+
+def test_an_op_around_new_data_is_not_constant(tmp_path):
+    """batch_norm: its first op makes an empty tensor, the second one normalizes new data."""
+    norm = an_op("aten.native_batch_norm", [DATA], [WEIGHT], 3000)
+    around = ("aten::batch_norm", "aten::_batch_norm_impl_index")
+    for first, saving_ns in (
+        (an_op("aten.empty", [], [-1], 100), None),
+        (an_op("aten.tril", [DATA], [MADE], 1000), 1 * MS),  # not the time of what is next to it
+    ):
+        case = of(tmp_path / first["name"], first, norm, pause=200, around=around, unchanged=(DATA,))
+        assert [one.saving_ns for one in constant_work(case)] == ([pytest.approx(saving_ns)] if saving_ns else [])
 
 
 def history(first: int, more: int, size: int) -> Op:
@@ -150,6 +170,12 @@ def test_calls_that_do_not_need_one_another(tmp_path, is_chain, num):
         # 20 calls of 200 µs with 100 µs after each become one.
         assert found[0].saving_ns == pytest.approx(0.95 * (20 * 200 + 19 * 100) * 1000, rel=0.02)
         assert "20 times per step" in found[0].sentence
+
+
+def test_a_loop_that_only_takes_memory_is_nothing_to_report(tmp_path):
+    taken = [an_op("aten.empty", [], [MADE + n], 200, dims=lambda step: [[8, 8]]) for n in range(20)]
+
+    assert independent_calls(of(tmp_path, *taken, TRAINED, pause=100)) == []
 
 
 def test_what_no_rule_explains_has_its_line(tmp_path):

@@ -51,13 +51,13 @@ def test_what_the_run_reads_from_outside_is_moved():
 
 
 def test_casts_and_small_tensors_belong_to_a_chain():
-    """RMSNorm by hand: to float32, squared, its mean, a number a row, multiplied, and back."""
+    """RMSNorm by hand: to float32, squared, its mean, one number per row, multiplied, and back."""
     program = started()
     rows = [SHAPE[0], 1]
     to = [("aten::to", [SHAPE, []], [BF16, ""])]
     program.op("aten::add", [SHAPE, SHAPE, []], 60, BF16)
     program.op("aten::copy_", [SHAPE, SHAPE, []], 140, [FP32, BF16, "Scalar"], around=to)
-    program.op("aten::pow", [SHAPE, []], 50)
+    program.op("aten::pow", [SHAPE, []], 50, inputs=["", "2"])
     program.op("aten::mean", [SHAPE, [], [], []], 30, inputs=["", "[-1]", "True", ""])
     program.op("aten::rsqrt", [rows], 2)
     program.op("aten::mul", [SHAPE, rows], 50)
@@ -112,14 +112,33 @@ def test_what_is_fused_is_clean():
     assert unfused_elementwise(program.case()) == []
 
 
-def test_gelu_by_hand_is_named():
+def advice(*calls: str) -> str:
+    """The fix for a run of calls: an op and, where needed, a second operand or the call that makes it."""
+    operands = {"x": [SHAPE, SHAPE], "rows": [SHAPE, [SHAPE[0], 1]]}
     program = started()
-    for name in ("pow", "mul", "add", "mul", "tanh", "add", "mul"):
-        program.op(f"aten::{name}", [SHAPE, []], 100)
-
+    for call in calls:
+        name, _, more = call.partition(" ")
+        number = more if more.isdigit() else ""
+        around = [(f"aten::{more}", [SHAPE], [FP32])] if more == "logsumexp" else []
+        program.op(f"aten::{name}", operands.get(more, [SHAPE, []]), 100, FP32, inputs=["", number], around=around)
     (finding,) = unfused_elementwise(program.case())
+    return finding.fix
 
-    assert finding.fix.startswith('F.gelu(x, approximate="tanh")')
+
+def test_gelu_by_hand_is_named():
+    fix = advice("mul", "pow 3", "mul", "add x", "mul", "tanh", "add", "mul x")
+
+    assert fix.startswith('F.gelu(x, approximate="tanh")  # instead of mul, pow, mul, add, mul, tanh, add, mul;')
+
+
+def test_a_built_in_that_computes_something_else_is_not_named():
+    """An LSTM cell, a logsumexp by hand, and the built-in logsumexp, which is several ops itself."""
+    cell = ("add x", "sigmoid", "mul x", "sigmoid", "tanh", "mul x", "add x", "sigmoid", "tanh", "mul x")
+    by_hand = ("amax", "sub rows", "exp", "sum", "log", "add rows")
+    built_in = [f"{name} logsumexp" for name in ("amax", "sub", "exp_", "sum", "log_", "add_")]
+
+    for calls in (cell, by_hand, built_in):
+        assert advice(*calls).startswith("model = torch.compile(model)")
 
 
 def test_casts_belong_to_a_run_and_a_weight_s_is_moved_on_its_own():

@@ -27,7 +27,7 @@ _ORDER = (LOSS, UNKNOWN, RATES, WORK, LIMIT)
 _LEAST_SHARE = 0.005  # of the step, for a bar of its own
 
 
-def ledger_parts(ledger: Ledger) -> list[Part]:
+def ledger_parts(ledger: Ledger, whose: str = "a step's") -> list[Part]:
     """Return a step from its largest loss down to the least time that its work needs."""
     rows = sorted(ledger.rows, key=lambda row: (_ORDER.index(row.kind), -row.ns))
     is_large = [row.kind in (LIMIT, WORK) or abs(row.share) >= _LEAST_SHARE for row in rows]
@@ -37,7 +37,7 @@ def ledger_parts(ledger: Ledger) -> list[Part]:
         bars.insert(num_above, ("smaller rows", rest))
     left = [ledger.step_ns - spent for spent in accumulate(ns for _, ns in bars)]
     end = "its ops" if ledger.is_of_cpu else "what its work needs"
-    title = f"a step's {duration(ledger.step_ns, 3)}, down to {end}"
+    title = f"{whose} {duration(ledger.step_ns, 3)}, down to {end}"
     columns: dict[str, Sequence[Value]] = {
         "row": [NAMES[row.id] for row in rows],
         "kind": [row.kind for row in rows],

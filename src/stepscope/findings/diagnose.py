@@ -11,6 +11,7 @@ import polars as pl
 from stepscope.analysis.costs.roofline import roofline_summary
 from stepscope.analysis.ranks.rank_account import roofline_of, warnings_of
 from stepscope.analysis.time.ledger import WORK, Ledger
+from stepscope.analysis.time.loop_time import MEANS_DIFFER
 from stepscope.display import Shown
 from stepscope.errors import Unavailable, UsageError, failure, if_available
 from stepscope.findings import rules
@@ -21,7 +22,7 @@ from stepscope.findings.op_lines import with_lines
 from stepscope.findings.rule import RULES
 from stepscope.findings.saving_interval import COVERAGE, with_interval
 from stepscope.findings.unclaimed import UNCLAIMED, unclaimed_time
-from stepscope.formatting import whole_percent
+from stepscope.formatting import duration, whole_percent
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
@@ -138,10 +139,11 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         unchecked += [] if UNCLAIMED in suppressed else [Unchecked(UNCLAIMED, str(reason))]
     except (Exception, pl.exceptions.PanicException) as error:
         unchecked.append(Unchecked(UNCLAIMED, _failure(error)))
+    notes = (*case.notes, *_about_later_steps(case, step_ns))
     try:
-        warnings = (*case.notes, *warnings_of(case.linked))
+        warnings = (*notes, *warnings_of(case.linked))
     except Unavailable as reason:
-        warnings = (*case.notes, str(reason).removesuffix("."))
+        warnings = (*notes, str(reason).removesuffix("."))
     findings = ranked(findings, groups, UNCLAIMED)
     return Diagnosis(
         step_ns=step_ns,
@@ -157,6 +159,15 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         groups=tuple(groups),
         unclaimed_ns=unclaimed_ns,
     )
+
+
+def _about_later_steps(case: Case, step_ns: float | None) -> tuple[str, ...]:
+    """Return a note if the run went on faster than the steps that were timed, which every finding is about."""
+    loop = case.summary.loop if case.has_recording else None
+    if loop is None or step_ns is None or loop.step_ns >= (1 - MEANS_DIFFER) * step_ns:
+        return ()
+    later, timed = duration(loop.step_ns, 3), duration(step_ns, 3)
+    return (f"later steps take {later} on average, the timed steps took {timed}: findings are about the timed steps",)
 
 
 def _failure(error: BaseException) -> str:

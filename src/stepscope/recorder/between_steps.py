@@ -59,7 +59,7 @@ class Between:
         self._sizes.add(num_samples)
 
     def backward_begins(self) -> bool:
-        """Return whether this may be the last backward of the step: its loss is comparable with that of other steps."""
+        """Return whether this may be the last backward of the step: losses of last backwards are comparable."""
         self.training_goes_on()
         self._num_backwards += 1
         return self._num_backwards >= self._usual_backwards

@@ -4,6 +4,7 @@ Storages stand for values: an op that writes to a part of a storage depends on w
 coarse, an op counts as used, and as different in every step.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,11 +13,13 @@ import polars as pl
 
 from stepscope.errors import Unavailable
 
-TRAINING, KEPT, READ, UNUSED = "training", "kept", "read", "unused"
+TRAINING, KEPT, READ, UNUSED = _USES = "training", "kept", "read", "unused"
 """What an op's result leads to: an update; else values that outlive the step; else numbers that Python code reads; or
 nothing that an op or Python code was seen to read."""
 _STATE = ("parameter", "optimizer_state", "buffer")
-_OUTSIDE = -1  # storages that no op made
+_OUTSIDE = -1  # storages that no op made, and those without a byte
+ALLOCATION = r"^aten::(new_)?empty(_like|_strided|_permuted)?$"
+"""Ops that only take memory: what is in it is unknown."""
 BACKWARD = "backward"
 _SCHEMA = {
     "call": pl.UInt32, "name": pl.String, "phase": pl.String, "place": pl.String, "use": pl.String,
@@ -41,12 +44,15 @@ def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
         return pl.DataFrame(schema=_SCHEMA)
     kinds, calls, allocations = log["kinds"], log["calls"], memory["allocations"]
     uses = _uses(calls, allocations, log["unchanged"])
-    constant = _constants(calls, [bool(kind["is_random"]) for kind in kinds], allocations, log["unchanged"])
+    names = [kind["op"].replace(".", "::", 1) for kind in kinds]
+    is_random = [bool(kind["is_random"]) for kind in kinds]
+    is_allocation = [bool(re.match(ALLOCATION, name)) for name in names]
+    constant = _constants(calls, is_random, is_allocation, allocations, log["unchanged"])
     zeros = {one["call"]: one["share"] for one in log["zeros"]}
     rows = [
-        (number, kind["op"].replace(".", "::", 1), kind["phase"], kind.get("place"), uses[number],
-         number in constant, zeros.get(number, 0.0), calls[number]["size"])
-        for number, kind in enumerate(kinds[call["kind"]] for call in calls)
+        (number, names[call["kind"]], kinds[call["kind"]]["phase"], kinds[call["kind"]].get("place"), uses[number],
+         number in constant, zeros.get(number, 0.0), call["size"])
+        for number, call in enumerate(calls)
     ]  # fmt: skip
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
 
@@ -93,17 +99,21 @@ def _contributing(
 def _constants(
     calls: Sequence[Call],
     is_random: Sequence[bool],
+    is_allocation: Sequence[bool],
     allocations: Sequence[Mapping[str, Any]],
     unchanged: Collection[int],
 ) -> set[int]:
-    """Return the calls whose result is the same in every step: all that they read is."""
+    """Return the calls whose result is the same in every step: all that they read is. The kinds of calls that draw
+    numbers or only take memory never are."""
     written = {one for call in calls for one in call["writes"]}
     constant = set(unchanged) - written
     known = constant | {index for index, one in enumerate(allocations) if one["born"] is None}
     found: set[int] = set()
     writers: dict[int, list[int]] = {}  # constant calls by what they wrote
     for number, call in enumerate(calls):
-        reads, writes = call["reads"], call["writes"]
+        if is_allocation[call["kind"]]:
+            continue  # what is in the memory is not known until something fills it
+        reads, writes = call["reads"], set(call["writes"]) - {_OUTSIDE}
         is_new = all(one in constant or one not in known for one in writes)
         known.update(writes)
         if writes and is_new and not is_random[call["kind"]] and constant.issuperset(reads):
@@ -151,8 +161,8 @@ def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Return the host table with the columns of `calls`, of the op that each op of a step is or belongs to.
 
     An op is that with the same number among those of its name, in the backward or outside of it, if there are as many
-    in its step (`is_logged`); ops inside it belong to it, and ops around it that the probe did not see to the first
-    one inside.
+    in its step (`is_logged`); ops inside it belong to it. An op around it that the probe did not see belongs to the
+    first one inside. It is constant if all of them are, and of use if one of them is.
     """
     names = set(calls["name"])
     text = host["name"].cast(pl.String).to_list()
@@ -185,11 +195,24 @@ def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         above = parents[row]
         if answers[row] is None and is_op[row] and above is not None and inside[above]:
             answers[row] = answers[above]
+    uses = [_USES.index(use) for use in calls["use"]]
+    constant = calls["is_constant"].to_list()
+    # What the probe did not see although it saw ops of that name may read and change anything.
+    found = {row: answers[row] for row in seen}
+    use = {row: 0 if call is None else uses[call] for row, call in found.items()}
+    is_constant = {row: call is not None and constant[call] for row, call in found.items()}
     for row in reversed(ordered):
         above = parents[row]
-        if answers[row] is not None and above is not None and is_op[above] and not inside[above]:
-            answers[above] = answers[row]
+        if row in use and above is not None and is_op[above] and not inside[above]:
+            answers[above] = answers[above] if answers[row] is None else answers[row]
+            use[above] = min(use[row], use.get(above, use[row]))
+            is_constant[above] = is_constant[row] and is_constant.get(above, True)
     is_logged = host["row"].is_in(matched["row"].implode()).alias("is_logged")
     table = host.with_columns(pl.Series("call", answers, dtype=pl.UInt32), is_logged)
     facts = calls.select("call", "place", "use", "is_constant", "zero_share", "size")
-    return table.join(facts, on="call", how="left", maintain_order="left")
+    table = table.join(facts, on="call", how="left", maintain_order="left")
+    around = pl.DataFrame(
+        [(row, _USES[use[row]], is_constant[row]) for row in use if answers[row] is not None],
+        schema={"row": pl.UInt32, "use": pl.String, "is_constant": pl.Boolean}, orient="row",
+    )  # fmt: skip
+    return table.update(around, on="row")

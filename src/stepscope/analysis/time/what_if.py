@@ -81,13 +81,16 @@ def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
 
 
 def _between(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
-    """Return spans from each removed launch to the next, if that is removed too."""
+    """Return spans from each removed launch to the end of the next, if that is removed too."""
     launched = linked.device.select("launch", pl.col("event").is_in(list(gone)).alias("is_gone")).drop_nulls("launch")
     launched = launched.group_by("launch").agg(pl.col("is_gone").all())
     times = linked.host.select("start_ns", "end_ns").with_row_index("launch")
     calls = launched.with_columns(pl.col("launch").cast(pl.UInt32)).join(times, on="launch").sort("start_ns")
+    # An op on a CPU can contain the next launches: the time up to one that stays.
+    kept_ns = pl.when(~pl.col("is_gone")).then(pl.col("start_ns")).backward_fill()
     is_between = pl.col("is_gone") & pl.col("is_gone").shift(-1)
-    return calls.select("start_ns", pl.col("end_ns").shift(-1), is_between).filter("is_gone").drop("is_gone")
+    spans = calls.select("start_ns", pl.min_horizontal(pl.col("end_ns").shift(-1), kept_ns), is_between)
+    return spans.filter("is_gone").drop("is_gone")
 
 
 def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:

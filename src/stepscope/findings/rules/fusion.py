@@ -3,21 +3,10 @@
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import traffic_ns
+from stepscope.analysis.kernels.handwritten_builtins import handwritten_builtin
 from stepscope.analysis.time.what_if import Saving
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
 from stepscope.formatting import duration, plural, whole_percent
-
-_FUSED = (
-    ({"tanh", "pow"}, 'F.gelu(x, approximate="tanh")'),
-    ({"tanh", "mul", "add"}, 'F.gelu(x, approximate="tanh")'),
-    ({"erf"}, "F.gelu(x)"),
-    ({"sub", "mean"}, "F.layer_norm(x, (size,), weight, bias)"),
-    ({"pow", "mean"}, "F.rms_norm(x, (size,), weight)"),
-    ({"square", "mean"}, "F.rms_norm(x, (size,), weight)"),
-    ({"exp", "sum"}, "torch.softmax(x, -1)"),
-    ({"sigmoid", "mul"}, "F.silu(x)"),
-)
-# Ops in a chain, and the one op that does the same.
 
 
 def fusible(case: Case) -> tuple[pl.DataFrame, Saving]:
@@ -53,7 +42,7 @@ def unfused_elementwise(case: Case) -> list[Finding]:
         f"{plural(num_kernels, f'elementwise {case.unit}')} per step, with norms, casts and reductions among them, "
         f"take {case.cost_text(total_ns)}; fused they would take {duration(left_ns, 3)}. The longest run, over "
         f"{list(longest['shape'])}: {_short(longest['ops'])}.",
-        fix=_known(found) or "model = torch.compile(model)  # or torch.compile of the function in the evidence",
+        fix=_known(case, found) or "model = torch.compile(model)  # or torch.compile of the function in the evidence",
         saving_ns=saving_ns,
         group="compile",
         derived="the step replayed with one pass over memory between two matrix products, at 57 % of the device's "
@@ -67,14 +56,14 @@ def unfused_elementwise(case: Case) -> list[Finding]:
     )
 
 
-def _known(found: pl.DataFrame) -> str | None:
-    """Return the torch op that does the same as a chain in the forward, or None."""
+def _known(case: Case, found: pl.DataFrame) -> str | None:
+    """Return the built-in function that a run in the forward is a handwritten form of, or None."""
     forward = found.filter(pl.col("phase").ne_missing("backward")).sort("duration_ns", descending=True)
-    for ops in forward["ops"]:
-        names = [str(op).removeprefix("aten::") for op in ops]
-        for wanted, fused in _FUSED:
-            if wanted <= {name.rstrip("_") for name in names}:
-                return f"{fused}  # instead of {_short(', '.join(names))}; for all: torch.compile(model)"
+    for events in forward.unique(["ops", "shape"], keep="first", maintain_order=True)["events"]:
+        known = handwritten_builtin(case.work.filter(pl.col("event").is_in(events.implode())))
+        if known:
+            builtin, names = known
+            return f"{builtin}  # instead of {_short(', '.join(names))}; for all: torch.compile(model)"
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.structure.nesting import with_answers
-from stepscope.analysis.structure.op_log import BACKWARD, KEPT, TRAINING, UNUSED, chain_lengths
+from stepscope.analysis.structure.op_log import ALLOCATION, BACKWARD, KEPT, TRAINING, UNUSED, chain_lengths
 from stepscope.analysis.time.what_if import Saving
 from stepscope.findings.op_lines import PHASE, first_line, line_text, lines_of, lines_text, ops_of, python_between_ns
 from stepscope.findings.rule import Case, Evidence, Finding, one_finding, rule
@@ -277,7 +277,8 @@ def independent_calls(case: Case) -> list[Finding]:
     ops = ops_of(case)
     lengths = chain_lengths(case.allocations, _LEAST_LOOP)
     ops = ops.with_columns(pl.col("name", "shapes").cast(pl.String))
-    forward = ops.filter(PHASE == "forward", pl.col("place").is_not_null())
+    is_called = pl.col("place").is_not_null() & ~pl.col("name").str.contains(ALLOCATION)
+    forward = ops.filter(PHASE == "forward", is_called)
     alike = (
         forward.filter("is_logged").group_by("place", "name", "shapes").agg((pl.len() / case.num_steps).alias("num"))
     )

@@ -1,4 +1,4 @@
-"""Acts on 12 single states with gradients, then learns from all 12: targets come from random critics, without gradients.
+"""Acts on 12 single states with gradients, then learns from all 12: targets come from random critics, without any.
 
 Nothing is evaluated. No target critic is called in every step, but the line that calls them is.
 """
