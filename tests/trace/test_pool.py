@@ -59,6 +59,7 @@ def test_broken_and_misleading_events_are_the_same_to_one_and_to_many(path, monk
     events[50:250:20] = ['{"ph": "X", "ts": oops}'] * 10
     path.write_bytes(compress(f"[{', '.join(events)}]".encode()))
     monkeypatch.setattr(source, "SLICE", 5_000)
+    monkeypatch.setattr(source, "_LARGEST_SLICES", 1)
 
     alone, together = read_trace(path, workers=1), read_trace(path, workers=2)
 

@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ def nest(host: pl.DataFrame) -> pl.DataFrame:
         order = fast.order(rest)
     else:
         order = rest.select(pl.arg_sort_by(by, descending=[False, False, True, False])).to_series()
-    # Column by column, so that not all of them are there twice.
-    ordered = pl.DataFrame([rest.drop_in_place(name).gather(order) for name in by])
-    tree = fast.nest(ordered) if fast.is_built() else _tree(ordered)
-    ordered = ordered.hstack([*(rest.drop_in_place(name).gather(order) for name in rest.columns), *tree])
+    # A few columns at a time, so that not all of them are there twice.
+    columns = {name: rest.drop_in_place(name) for name in rest.columns}
+    with ThreadPoolExecutor(min(4, pl.thread_pool_size())) as pool:
+        ordered = pl.DataFrame(list(pool.map(lambda name: columns.pop(name).gather(order), by)))
+        others = pool.map(lambda name: columns.pop(name).gather(order), list(columns))
+        tree = fast.nest(ordered) if fast.is_built() else _tree(ordered)
+        ordered = ordered.hstack([*others, *tree])
     missing = [pl.lit(None, dtype).alias(name) for name, dtype in HOST.schema.items() if name not in ordered.columns]
     return ordered.with_columns(missing).select(HOST.schema.names())
 

@@ -17,6 +17,8 @@ from stepscope.trace.fields import Fields
 from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, try_event
 
 SLICE = 1 << 22  # bytes of a slice: large enough to be worth sending to another process
+_SLICES = 32  # at least, of a file that is not compressed and large; each takes milliseconds, whatever its size
+_LARGEST_SLICES = 3  # in slices: larger ones are not faster
 _CHUNK = 1 << 16  # bytes of a compressed file decompressed at a time
 _SUSPICIOUS = 1 << 28
 _MOST_EXPANSION = 250
@@ -167,8 +169,9 @@ class Document:
         """
         base, end = self._base, self._base + len(self._buffer)
         is_compressed, self._buffer = self.source.is_compressed, self._buffer if self.source.is_compressed else b""
+        usual = min(_LARGEST_SLICES * SLICE, max(SLICE, self.source.num_bytes // _SLICES))
         while True:
-            wanted = max(SLICE, end - base)
+            wanted = max(usual, end - base)
             if is_compressed:
                 more = self.source.read(wanted)
                 self._buffer += more
@@ -179,7 +182,7 @@ class Document:
             if end == base:
                 return
             cut = _last_boundary(end - base, partial(self._last, end)) if num_more else None
-            if cut is None and num_more and end - base < SLICE + LARGEST_EVENT:
+            if cut is None and num_more and end - base < usual + LARGEST_EVENT:
                 continue
             length = end - base if cut is None else cut
             yield Slice(base, length, self._buffer[:length] if is_compressed else None)
