@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from host_cases import case_of
 from recorded_cases import recorded, run_script
@@ -16,6 +18,7 @@ from trace_builder import TraceBuilder
 FLAGS = {"num_threads": 1, "num_cores": 8, "cpu.bf16": False}
 PARAMETERS = {"num_total": 1, "num_trainable": 1, "bytes_by_dtype": {}}
 AUTOGRAD = 2
+MS = 1_000_000
 
 # A table of which few rows are looked up, an encoder that nothing trains, and a second forward for a metric.
 UNREAD = """
@@ -184,3 +187,22 @@ def test_all_percentages_are_of_the_average_step_and_the_first_line_says_so(tmp_
     (card,) = (card for card in findings_part(diagnosis).cards if card.id == "unclaimed_time")
     assert "7.50 ms per step (43 % of 17.5 ms)" in card.sentence and "42.9 %" in card.saving_of
     assert diagnosis.to_json()["average_step_ms"] == 17.5
+    assert diagnosis.later_ns is None
+
+
+def test_if_the_run_goes_on_faster_the_first_line_says_so(tmp_path):
+    recorded(tmp_path, [10.0] * 20, flags=FLAGS)
+    lines = [{"step": step, "window": "free", "wall_ns": 5 * MS} for step in range(20, 120)]
+    for number, line in enumerate(lines):
+        line["start_ns"] = (200 + 5 * number) * MS
+    with (tmp_path / "samples.jsonl").open("a") as samples:
+        samples.writelines(f"{json.dumps(line)}\n" for line in lines)
+    trace = TraceBuilder().step(1, 0, 1000).step(2, 1000, 1000)
+    for step in (0, 1):
+        trace.op("aten::add", 1000 * step, 900, id=step + 1)
+
+    diagnosis = diagnose(case_of(trace, tmp_path))
+
+    assert diagnosis.average_ns == 10 * MS and diagnosis.later_ns == pytest.approx(5 * MS, rel=0.2)
+    assert diagnosis.to_json()["later_step_ms"] == diagnosis.later_ns / MS
+    assert "10.0 ms" in diagnosis_document(diagnosis).verdict.partition(";")[0]

@@ -31,7 +31,10 @@ def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Do
     if diagnosis.step_ns is not None:
         step = f"A step takes {duration(diagnosis.step_ns, 3)} ({how})."
         average = duration(diagnosis.average_ns or diagnosis.step_ns, 3)
-        if average != duration(diagnosis.step_ns, 3):
+        if diagnosis.later_ns is not None:
+            later = f"in the whole loop {duration(diagnosis.later_ns, 3)}, because later steps are faster"
+            step = f"A timed step takes {average} on average; {later}. Findings are about the timed steps."
+        elif average != duration(diagnosis.step_ns, 3):
             typical = f"a typical step takes {duration(diagnosis.step_ns, 3)} ({how})"
             step = f"A step takes {average} on average; {typical}. Percentages are of the average."
     sections = [Section("findings", "Findings", (findings_part(diagnosis, recording),))]

@@ -22,7 +22,7 @@ from stepscope.findings.op_lines import with_lines
 from stepscope.findings.rule import RULES
 from stepscope.findings.saving_interval import COVERAGE, with_interval
 from stepscope.findings.unclaimed import UNCLAIMED, unclaimed_time
-from stepscope.formatting import duration, whole_percent
+from stepscope.formatting import whole_percent
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
@@ -62,6 +62,7 @@ class Diagnosis(Shown):
     ledger: Ledger | None = None  # the step split without remainder; None without a trace of steps
     groups: tuple[Group, ...] = ()  # findings that one change fixes
     unclaimed_ns: float = 0.0  # losses and unknown time of the ledger that no finding explains, per step
+    later_ns: float | None = None  # the time per step of the whole loop, if the steps after those timed were faster
 
     @property
     def average_ns(self) -> float | None:
@@ -74,6 +75,7 @@ class Diagnosis(Shown):
             "schema_version": SCHEMA_VERSION,
             "step_ms": None if self.step_ns is None else self.step_ns / 1e6,
             "average_step_ms": None if self.average_ns is None else self.average_ns / 1e6,
+            "later_step_ms": None if self.later_ns is None else self.later_ns / 1e6,
             "step_is_measured": self.is_measured,
             "binds": self.binds,
             "gpu_busy_share": self.gpu_busy_share,
@@ -139,11 +141,10 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         unchecked += [] if UNCLAIMED in suppressed else [Unchecked(UNCLAIMED, str(reason))]
     except (Exception, pl.exceptions.PanicException) as error:
         unchecked.append(Unchecked(UNCLAIMED, _failure(error)))
-    notes = (*case.notes, *_about_later_steps(case, step_ns))
     try:
-        warnings = (*notes, *warnings_of(case.linked))
+        warnings = (*case.notes, *warnings_of(case.linked))
     except Unavailable as reason:
-        warnings = (*notes, str(reason).removesuffix("."))
+        warnings = (*case.notes, str(reason).removesuffix("."))
     findings = ranked(findings, groups, UNCLAIMED)
     return Diagnosis(
         step_ns=step_ns,
@@ -158,16 +159,16 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         ledger=ledger,
         groups=tuple(groups),
         unclaimed_ns=unclaimed_ns,
+        later_ns=_later_ns(case, ledger),
     )
 
 
-def _about_later_steps(case: Case, step_ns: float | None) -> tuple[str, ...]:
-    """Return a note if the run went on faster than the steps that were timed, which every finding is about."""
+def _later_ns(case: Case, ledger: Ledger | None) -> float | None:
+    """Return how long a step took on average over the whole loop if that is less than what every finding is about."""
     loop = case.summary.loop if case.has_recording else None
-    if loop is None or step_ns is None or loop.step_ns >= (1 - MEANS_DIFFER) * step_ns:
-        return ()
-    later, timed = duration(loop.step_ns, 3), duration(step_ns, 3)
-    return (f"later steps take {later} on average, the timed steps took {timed}: findings are about the timed steps",)
+    if loop is None or ledger is None or loop.step_ns >= (1 - MEANS_DIFFER) * ledger.step_ns:
+        return None
+    return loop.step_ns
 
 
 def _failure(error: BaseException) -> str:
