@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,8 +13,11 @@ from history_maker import MIB, Run, a_week, write_history
 from noisy_machine import noisy_factors
 from stepscope.analysis.run.goodput import goodput, job_goodput
 from stepscope.analysis.run.interruptions import interruption
+from stepscope.analysis.run.series import Track
+from stepscope.findings.diagnose import diagnose
 from stepscope.findings.finding import OVER_TIME
-from stepscope.findings.over_time import RULES, findings_over_time
+from stepscope.findings.over_time import RULES, findings_over_time, loss_anomaly_findings
+from stepscope.session import open_session
 from stepscope.session.history import load
 from stepscope.session.run import run_of
 
@@ -143,6 +147,42 @@ def test_a_loss_that_is_not_a_number(tmp_path):
     assert row["step"] == near(1500) and "NaN" in finding.sentence and "stayed" in finding.sentence
 
 
+def with_losses(tmp_path, loss, steps, step_ns=8_000_000) -> dict:
+    """The first evidence of what is found about losses that were sampled at these steps."""
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM))))
+    track = Track(steps, [step * step_ns for step in steps], [loss(step) for step in steps])
+    (finding,) = loss_anomaly_findings(replace(run, tracks={"loss": track}))
+    return finding.evidence[0].rows
+
+
+SAMPLED = [*range(5, 30), *range(144, 1_800, 110)]  # each step of the windows, then about one per second
+
+
+@pytest.mark.parametrize(("num", "value"), [(300, 1.0), (100, 50.0)])
+def test_a_jump_of_losses_that_have_fallen_far(tmp_path, num, value):
+    def loss(step: int) -> float:
+        return value if 1_000 <= step < 1_000 + num else 2.3 if step < 100 else 0.5 * math.exp(-step / 150)
+
+    (row,) = with_losses(tmp_path, loss, SAMPLED)
+    assert row["step"] == 1_024 and row["loss"] == value and not row["lasts"]
+    assert row["usual_loss"] == loss(1_024 - 3 * 110)  # the middle one of the last five
+
+
+@pytest.mark.parametrize("period", [30, 100])
+def test_losses_that_fall_within_each_epoch_do_not_jump(tmp_path, period):
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM))))
+    numbers, steps = random.Random(period), range(NUM)
+    losses = [10 ** -(step % period / period) * math.exp(numbers.gauss(0, 0.1)) for step in steps]
+    track = Track(steps, [step * 10**9 for step in steps], losses)
+    assert loss_anomaly_findings(replace(run, tracks={"loss": track})) == []
+
+
+@pytest.mark.parametrize(("steps", "last"), [(range(3, NUM, 212), 1_275), (range(NUM), 1_299)])
+def test_the_last_finite_loss_before_one_that_is_not(tmp_path, steps, last):
+    (row,) = with_losses(tmp_path, lambda step: math.nan if step >= 1300 else 1.0, steps)
+    assert (row["step"], row["last_finite_step"]) == (last + steps.step, last)
+
+
 @pytest.mark.parametrize(("end", "word"), [(NUM, "stays there"), (1320, "comes back")])
 def test_a_loss_that_jumps(tmp_path, end, word):
     def loss(step: int) -> float:
@@ -183,6 +223,23 @@ def test_goodput_adds_up_with_restarts_sleep_and_stalls(tmp_path):
     assert {name: rows[name] / 1e9 for name in exact} == pytest.approx(exact, rel=0.01)
     assert rows["warm-up"] / 1e9 == pytest.approx(20, rel=0.05)
     assert rows["training"] / 1e9 == pytest.approx(NUM * 0.095, rel=0.02)
+
+
+@pytest.mark.parametrize(("status", "num_repeated"), [(None, 60), ("failed", 60), ("finished", 0)])
+def test_goodput_of_a_resumed_run_counts_the_steps_that_were_repeated(tmp_path, status, num_repeated):
+    """Saved at step 600, cut off at 660. A process that has finished is not followed by one that repeats it."""
+    folder = write_history(tmp_path, Run(num_steps=NUM, step_ns=300_000_000, save_every=200, restart_at=(660,)))
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    second = next(number for number, line in enumerate(lines) if number and line.startswith('{"began"'))
+    if status is not None:
+        last = json.loads(lines[second - 1])
+        end = {"event": "end", "step": 660, "start_ns": last["start_ns"] + last["wall_ns"], "t": last["t"], "ns": 0}
+        lines.insert(second, json.dumps(end | {"status": status}))
+        (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
+    run = run_of(None, load(folder))
+    rows = goodput(run).rows
+    assert sum(rows.values()) == run.end_ns
+    assert rows.get("repeated steps", 0) / 1e9 == pytest.approx(num_repeated * 0.285, rel=0.05)
 
 
 def test_goodput_of_a_job_counts_the_steps_that_were_repeated(tmp_path):
@@ -297,6 +354,13 @@ def test_drift_names_the_part_of_the_step_that_grew(tmp_path, part, said):
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (finding,) = findings_over_time(run_of(None, load(folder)))
     assert f"Most of it is {said}" in finding.sentence
+
+
+@pytest.mark.parametrize(("num_steps", "is_checked"), [(1, False), (2, True)])
+def test_a_single_step_cannot_be_checked_for_changes(tmp_path, num_steps, is_checked):
+    diagnosis = diagnose(open_session(write_history(tmp_path, Run(num_steps=num_steps))).case)
+    assert OVER_TIME.isdisjoint(diagnosis.clean) != is_checked
+    assert OVER_TIME.isdisjoint(each.id for each in diagnosis.unchecked) == is_checked
 
 
 def test_every_rule_of_the_whole_run_is_known_by_its_id():

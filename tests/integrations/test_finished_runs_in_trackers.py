@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from handmade import cpu_recording
+from handmade import MS, cpu_recording
 from stepscope.session import open_session
-from stepscope.trackers.figures import FIGURES, OF_STEPS, PREFIX, STEP_VALUES, figures
+from stepscope.trackers.figures import FIGURES, OF_STEPS, PREFIX, STEP_VALUES, figures, step_points
 from stepscope.trackers.tracker import TRACKERS, Run, Target
 from trace_builder import TraceBuilder
 from verbs import run_verb
@@ -105,6 +105,29 @@ def test_tensorboard(recording):
     assert (folder / "report.html").stat().st_size > 10_000 and (folder / "rank0.json.gz").is_file()
 
 
+def test_the_evaluation_after_the_last_step_is_in_its_series(recording):
+    steps = [json.loads(line) for line in (recording / "samples.jsonl").read_text().splitlines()]
+    begin_ns = max(each["start_ns"] + each["wall_ns"] for each in steps if "start_ns" in each)
+    tail = {
+        "start_ns": begin_ns,
+        "wall_ns": 7 * MS,
+        "host_ns": {"evaluation": 7 * MS},
+        "num_times": {"evaluation": 1},
+    }
+    with (recording / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"tail": tail}) + "\n")
+
+    events = scalars_of(log(recording, "tensorboard:logs") / "logs" / "my_run")
+
+    found = events.Scalars("stepscope/per_step/evaluation_ms")
+    assert [(event.step, event.value) for event in found] == [(NUM_STEPS - 1, 7.0)]
+    assert len(events.Scalars("stepscope/per_step/time_ms")) == NUM_STEPS
+    assert len(events.Scalars("stepscope/goodput")) == 1
+    sent = step_points(open_session(recording).recording)[-1]
+    assert step_points(open_session(recording).recording, begin_ns) == [sent]
+    assert step_points(open_session(recording).recording, begin_ns + 7 * MS) == []
+
+
 def test_a_run_that_is_logged_again_is_a_run_of_its_own_in_tensorboard(recording):
     folders = [log(recording, "tensorboard:logs") / "logs" / name for name in ("my_run", "my_run-2")]
 
@@ -173,6 +196,19 @@ def test_mlflow_in_sqlite(recording):
         "card.json", "card.txt", "findings.json", "report.html", "rank0.json.gz",
     }  # fmt: skip
     assert json.loads((artifacts / "card.json").read_text())["stepscope/typical_step_ms"] == 10.0
+
+
+@pytest.mark.parametrize("what", ["text", "below a file"])
+def test_a_database_of_mlflow_that_cannot_be_opened_ends_at_once(recording, tmp_path, what):
+    pytest.importorskip("mlflow")
+    (path := tmp_path / "ml.db").write_text("no database" * 200)
+    path = path / "ml.db" if what == "below a file" else path
+    words = [sys.executable, "-m", "stepscope", "log", str(recording), "--to", f"mlflow:sqlite:///{path}"]
+
+    done = subprocess.run(words, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 2 and str(path) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_weights_and_biases_offline(recording):

@@ -25,6 +25,7 @@ from stepscope.integrations.huggingface import StepscopeCallback
 from stepscope.recorder import current, wall
 from stepscope.recorder.windows import Windows
 from stepscope.trace.recording import Recording, read_recording
+from stepscope.trackers.figures import figures
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 WINDOWS = Windows(warmup=2, clean=2, trace=0, memory=1)
@@ -199,6 +200,24 @@ def test_the_last_figures_in_the_logs_are_those_of_the_card(tmp_path, recorder_u
     assert logged["stepscope/steps"] == card["num_steps"] == 40
     assert logged["stepscope/tokens_per_second"] == pytest.approx(card["throughput"]["per_s"], rel=0.01)
     assert logged["stepscope/tokens_per_second"] == pytest.approx(2 * 8 / 0.010, rel=0.01)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 3])
+def test_the_last_figures_in_the_logs_include_the_evaluation_at_the_end(tmp_path, recorder_uses, num_epochs):
+    now_ns = [1_000_000_000]
+    recorder_uses(lambda: now_ns[0])
+    callback = StepscopeCallback(tmp_path / "run", windows=WINDOWS)
+    made = trainer(tmp_path, callback, max_steps=-1, num_train_epochs=num_epochs, eval_strategy="epoch")
+    made.model.register_forward_pre_hook(lambda *_: now_ns.__setitem__(0, now_ns[0] + 10_000_000))
+    made.train()
+
+    logged, card = made.state.log_history[-1], stepscope.read(tmp_path / "run")
+    expected = figures(read_recording(tmp_path / "run"), card.summary)
+    names = ["steps", "goodput", "step_time_ms", "tokens_per_second", "samples_per_second"]
+    assert [logged[f"stepscope/{name}"] for name in names] == pytest.approx(
+        [expected[f"stepscope/{name}"] for name in names], rel=0.02
+    )
+    assert card.summary.loop.between_ns["evaluation"] > 0
 
 
 def test_trackers_see_the_figures_with_each_training_log(tmp_path):

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import stepscope
 from stepscope.integrations.lightning import StepscopeCallback
 from stepscope.recorder import current
 from stepscope.recorder.windows import Windows
@@ -110,6 +111,23 @@ def test_the_last_figures_are_those_of_all_steps(tmp_path):
 
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
     assert [row["stepscope/steps"] for row in rows if row.get("stepscope/steps")] == ["24"]
+
+
+def test_the_last_figures_include_the_validation_at_the_end(tmp_path, recorder_uses):
+    now_ns = [1_000_000_000]  # a clock that only forwards move
+    recorder_uses(lambda: now_ns[0])
+    model, logger = Classifier(), CSVLogger(tmp_path, version="log")
+    model.net.register_forward_pre_hook(lambda *_: now_ns.__setitem__(0, now_ns[0] + 10_000_000))
+    callback = StepscopeCallback(tmp_path / "run", windows=Windows(warmup=2, clean=2, trace=0, memory=0))
+    trainer(tmp_path, callback, logger=logger, log_every_n_steps=50, max_epochs=1).fit(model, *loaders())
+
+    (logged,) = [
+        row for row in csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()) if row["stepscope/steps"]
+    ]
+    loop = stepscope.read(tmp_path / "run").summary.loop
+    assert loop.between_ns["evaluation"] == pytest.approx(20e6 / 12)
+    assert float(logged["stepscope/step_time_ms"]) == pytest.approx(loop.step_ns / 1e6, rel=0.02)
+    assert float(logged["stepscope/goodput"]) == pytest.approx(loop.goodput, rel=0.02)
 
 
 def test_a_validation_that_calls_no_model_is_an_evaluation(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 import stepscope
 from forks import settings
 from stepscope.errors import UsageError
-from stepscope.integrations.trainer_recording import TrainerRecording
+from stepscope.integrations.trainer_recording import RecordingCallback, TrainerRecording
 from stepscope.recorder import current, wall
 from stepscope.recorder.windows import Windows
 from stepscope.trace.recording import read_recording
@@ -73,26 +73,44 @@ def test_a_switch_turns_everything_off(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("num_tokens", [-5, 0, "7"])
-def test_tokens_that_cannot_be_are_refused_and_training_goes_on(tmp_path, monkeypatch, num_tokens):
+def test_tokens_that_cannot_be_are_refused_at_construction(tmp_path, num_tokens):
+    for construct in (RecordingCallback, stepscope.record):
+        with pytest.raises(UsageError, match=f"tokens_per_step is {num_tokens!r}"):
+            construct(tmp_path / "run", tokens_per_step=num_tokens)
+
+
+@pytest.mark.parametrize("windows", [3, "trace=0", Windows(warmup=1)])
+def test_windows_that_cannot_be_are_refused_at_construction(tmp_path, windows):
+    with pytest.raises(UsageError, match="windows"):
+        RecordingCallback(tmp_path / "run", windows=windows)
+
+
+def test_a_folder_that_is_no_path_is_refused_at_construction():
+    with pytest.raises(UsageError, match="folder is 3"):
+        RecordingCallback(3)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_without_a_flag(tmp_path, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(wall, "tell", told.append)
-    recording = TrainerRecording(tmp_path / "run", WINDOWS, tokens_per_step=num_tokens)
+    (tmp_path / "run").write_text("a file")
+    recording = TrainerRecording(tmp_path / "run")
     train(recording)
+    recording.end()
 
-    assert recording.metrics() == {}
-    assert len(told) == 1 and "it must be a positive integer" in told[0]
-    with pytest.raises(UsageError, match="positive"):
-        stepscope.record(tmp_path / "run", tokens_per_step=num_tokens)
+    assert recording.metrics() == {} and current.session is None
+    assert len(told) == 1 and str(tmp_path / "run") in told[0] and "name another folder" in told[0]
+    assert "-o" not in told[0].split() and "ended" not in told[0]
 
 
-def test_windows_that_are_none_are_refused_and_training_goes_on(tmp_path, monkeypatch):
+def test_a_training_without_steps_does_not_advise_to_look_at_it(tmp_path, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(wall, "tell", told.append)
-    recording = TrainerRecording(tmp_path / "run", 3)
-    train(recording)
+    recording = TrainerRecording(tmp_path / "run", WINDOWS)
+    train(recording, 0)
+    recording.end()
 
-    assert recording.metrics() == {}
-    assert len(told) == 1 and "it must be a stepscope.Windows" in told[0]
+    assert len(told) == 1 and "no steps" in told[0] and "stepscope show" not in told[0]
 
 
 def test_tokens_per_step_and_the_line_at_the_end(tmp_path, monkeypatch):

@@ -123,8 +123,10 @@ def test_a_path_that_cannot_be_a_folder_is_one_clear_line(tmp_path, where):
 
     with pytest.raises(ValueError, match=r"cannot write to .*; name another folder") as caught:
         prepare_folder(tmp_path / where, force=True)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "`-o" not in str(caught.value)
     assert (tmp_path / "file").read_text() == "a file"
+    with pytest.raises(ValueError, match="-o FOLDER"):
+        prepare_folder(tmp_path / where, force=True, option=": `-o FOLDER`")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

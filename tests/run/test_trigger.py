@@ -23,9 +23,8 @@ from torch import nn
 import stepscope
 from forks import Forks
 from stepscope.api import trigger_request
-from stepscope.errors import RecordingError, UsageError
+from stepscope.errors import RecordingError
 from stepscope.recorder.history import control, requests
-from stepscope.recorder.history.conditions import State, Watch, parse
 from stepscope.recorder.windows import Windows
 from stepscope.session import history
 from stepscope.trace.recording import read_recording
@@ -225,37 +224,6 @@ def test_a_condition_can_be_given_to_a_job_that_runs(tmp_path: Path) -> None:
     assert len(windows_of(run)) == 1
 
 
-def test_when_conditions_are_true() -> None:
-    second = 10**9
-    watch = Watch(parse("step_time > 1.5x"), 2, State(0, 0))
-    times = [(None, None), (100, 100), (160, 100), (170, 100), (90, 100), (151, 100), (90, 100), (200, 100)]
-    assert [watch.fires(State(0, 0, *each)) for each in times] == [
-        *(False, False, True, False, False, True, False, False)  # once each time, twice in all
-    ]
-    assert Watch(parse("step_time > 2s"), 1, State(0, 0)).fires(State(0, 0, step_ns=2 * second + 1))
-    assert not Watch(parse("step_time > 2s"), 1, State(0, 0)).fires(State(0, 0, step_ns=2 * second))
-    memory = Watch(parse("memory > 90%"), 1, State(0, 0))
-    assert not memory.fires(State(0, 0, memory_bytes=90, total_bytes=100))
-    assert memory.fires(State(0, 0, memory_bytes=91, total_bytes=100))
-    assert Watch(parse("memory > 1GiB"), 1, State(0, 0)).fires(State(0, 0, memory_bytes=2**30 + 1))
-    every = Watch(parse("every 2h"), 5, State(0, 0))
-    assert [every.fires(State(hours * 3600 * second, 0)) for hours in (1, 2, 3, 4, 5)] == [
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "step_time", "loss > 3", "step_time > 0x", "every 2x", "memory > 3s", "memory > 900%", "every h"]
-)
-def test_conditions_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot read the condition"):
-        parse(text)
-
-
 # --- bad luck -------------------------------------------------------------------------------------
 
 
@@ -279,19 +247,31 @@ def test_folders_that_are_no_running_job(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "why"),
-    [
-        ({"trace": -1}, "trace is -1"),
-        ({"trace": 0, "clean": 0}, "the window would be empty"),
-        ({"trace": 0, "stacks": True}, "stacks are part of a trace"),
-        ({"when": "never"}, "cannot read the condition"),
-        ({"when": "every 2h", "limit": 0}, "limit is 0"),
-    ],
-)
-def test_windows_that_cannot_be_asked_for(tmp_path: Path, wanted: dict[str, Any], why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        stepscope.trigger(tmp_path, **wanted)
+def test_an_interrupted_command_names_the_window_that_the_job_still_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said, states = tmp_path / "run", list[str](), trigger_request._Ranks.states
+    is_interrupted = threading.Event()
+
+    def interrupt(ranks: Any) -> set[str]:
+        if requests.RUNNING in (found := states(ranks)) and not is_interrupted.is_set():
+            is_interrupted.set()
+            raise KeyboardInterrupt
+        return found
+
+    def ask() -> str:
+        running.slow_s = 0.05
+        try:
+            return str(stepscope.trigger(run, clean=20, trace=0, tell=said.append))
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    monkeypatch.setattr(trigger_request._Ranks, "states", interrupt)
+    with job(run) as running:
+        assert running.during(ask) == ["interrupted"]
+        assert str(run / "window1") in said[-1]
+        running.steps_while(lambda: not windows_of(run))
+    assert windows_of(run)[0][1] == 21
 
 
 def test_a_rank_that_died_is_left_out_and_named(tmp_path: Path) -> None:

@@ -1,13 +1,22 @@
 """Two whole runs compared: throughput, goodput, losses against step and against time, and where each changes."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from history_maker import Run, write_history
-from stepscope.analysis.comparison.whole_runs import WholeRuns
+from stepscope.analysis.comparison.whole_runs import WholeRuns, compare_runs
+from stepscope.analysis.run.goodput import goodput
+from stepscope.analysis.run.series import Track
 from stepscope.document.comparison import comparison_document
+from stepscope.document.model import Table
+from stepscope.document.whole_run_comparison import whole_run_parts
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
 from stepscope.session.compare import compare
+from stepscope.session.history import load
+from stepscope.session.run import run_of
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +54,53 @@ def test_losses_are_equal_at_a_step_and_later_in_time(runs):
     assert all(point.new == pytest.approx(point.base, rel=0.02) for point in runs.loss_by_step)
     assert all(point.new > point.base for point in runs.loss_by_time)
     assert runs.loss_by_time[-1].at <= 220
+
+
+def falling(step: int) -> float:
+    return 0.999**step + 100 / (step + 1) ** 2
+
+
+def sampled_at(tmp_path, *every_steps: range) -> WholeRuns:
+    """One trajectory, of which two runs sampled different steps."""
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=2_000))))
+    base, new = (
+        replace(run, tracks={"loss": Track(steps, [step * 10**8 for step in steps], [*map(falling, steps)])})
+        for steps in every_steps
+    )
+    return compare_runs(base, goodput(base), new, goodput(new))
+
+
+def test_only_losses_of_the_same_steps_are_compared(tmp_path):
+    runs = sampled_at(tmp_path, range(29, 2_000, 209), range(29, 2_000, 166))
+    assert 0 < len(runs.loss_by_step) < 10
+    for point in runs.loss_by_step:
+        assert point.new == pytest.approx(point.base, rel=0.02) == pytest.approx(falling(int(point.at)), rel=0.02)
+
+
+def test_equal_steps_are_preferred(tmp_path):
+    runs = sampled_at(tmp_path, range(100, 2_000, 5), range(100, 2_000, 7))
+    assert len(runs.loss_by_step) == 10
+    assert all(point.new == point.base for point in runs.loss_by_step)
+
+
+def test_losses_of_other_steps_are_not_compared_at_all(tmp_path):
+    runs = sampled_at(tmp_path, range(100, 1_000, 100), range(150, 1_000, 100))
+    assert runs.have_losses and runs.loss_by_step == ()
+    tables = [part.id for part in whole_run_parts(runs) if isinstance(part, Table)]
+    assert "loss_by_step" not in tables and "whole_runs" in tables
+
+
+def test_a_damaged_history_is_named(tmp_path):
+    sessions = []
+    for name in ("base", "new"):
+        file = write_history(tmp_path / name, Run(num_steps=200)) / "history.jsonl"
+        lines = file.read_text().splitlines()
+        if name == "new":
+            lines[5:8] = ["{", "nonsense", '{"step":']
+        file.write_text("\n".join(lines) + "\n")
+        sessions.append(open_session(file.parent))
+    told = json.dumps(compare(sessions[:1], sessions[1:]).to_json()["pairs"][0]["notes"])
+    assert "new: history.jsonl: 3 lines" in told and "base: history.jsonl" not in told
 
 
 def test_the_document_and_json_have_them(compared):

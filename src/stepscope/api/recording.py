@@ -55,6 +55,20 @@ def phase(name: str) -> AbstractContextManager[None]:
     return current.session.phase(name) if current.session is not None else nullcontext()
 
 
+def check_tokens(tokens_per_step: Any) -> None:
+    """Raise UsageError unless this is a number of tokens, or None."""
+    if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step > 0):
+        raise UsageError(f"tokens_per_step is {tokens_per_step!r}: it must be a positive integer")
+
+
+def check_windows(windows: Any) -> None:
+    """Raise UsageError unless these are windows, or None."""
+    from stepscope.recorder.windows import Windows
+
+    if not isinstance(windows, (Windows, type(None))):
+        raise UsageError(f"windows is {windows!r}: it must be a stepscope.Windows, such as Windows(trace=0)")
+
+
 class Recorder(ContextDecorator):
     """A recording of a block of your code: a context manager and a decorator."""
 
@@ -72,8 +86,7 @@ class Recorder(ContextDecorator):
         when: Sequence[str] = (),
         limit: int = 3,
     ) -> None:
-        if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step > 0):
-            raise UsageError(f"tokens_per_step is {tokens_per_step!r}: it must be a positive integer")
+        check_tokens(tokens_per_step)
         self.folder = Path(folder)
         self._when, self._limit = tuple(when), limit
         self._log_to, self._metrics_file, self._otlp = log_to, metrics_file, otlp
@@ -96,10 +109,7 @@ class Recorder(ContextDecorator):
         from stepscope.recorder.session import Session
         from stepscope.recorder.windows import Windows
 
-        if not isinstance(self._windows, (Windows, type(None))):
-            raise UsageError(
-                f"windows is {self._windows!r}: it must be a stepscope.Windows, such as Windows(trace=0)"
-            )
+        check_windows(self._windows)
         targets, rank = self._targets()
         try:
             for condition in self._when:

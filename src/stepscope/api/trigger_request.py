@@ -142,6 +142,9 @@ def _take(ranks: _Ranks, wanted: dict[str, Any], tell: Callable[[str], None]) ->
                     tell(f"steps have become slower: window {number} begins at step {step}")
     except BaseException:
         requests.replace(path, {**wanted, "step": 0, "is_withdrawn": True})
+        ranks.read(number)
+        if requests.RUNNING in ranks.states():
+            tell(f"the job still takes window {number}, which has begun: {ranks.run}/window{number}")
         raise
     for rank in ranks.all:
         if rank.answer.get("state") != requests.DONE:

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--metrics-file", type=Path, metavar="FILE", help="write figures for Prometheus's node_exporter")
     add("--otlp", action="store_true", help="send figures to an OpenTelemetry collector")
     add("--when", action="append", default=[], metavar="CONDITION", help="take more windows: 'step_time > 1.5x'")
-    add("--limit", type=int, default=3, metavar="N", help="most windows for each --when (default 3)")
+    add("--limit", type=int, metavar="N", help="most windows for each --when (default 3)")
     add("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
     add("--quiet", action="store_true", help="suppress progress output and the card")
     add_program_arguments(parser)
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the script and print its card; exceptions and the exit code are the script's own."""
     from stepscope.recorder import wall
-    from stepscope.recorder.history.conditions import parse
+    from stepscope.recorder.history.conditions import limit_of, parse
     from stepscope.recorder.processes import launch, start
     from stepscope.recorder.processes.imports import AfterImport
     from stepscope.recorder.windows import Windows
@@ -100,8 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
         for condition in arguments.when:
             parse(condition)
-        if arguments.limit < 1:
-            raise ValueError(f"--limit is {arguments.limit}: it must be 1 or more")
+        arguments.limit = limit_of(arguments.limit, arguments.when)
         if not re.fullmatch(rf"(\d{{1,7}}(,\d{{1,7}})*)?|{SLOWEST}", arguments.trace_ranks):
             raise ValueError(f"--trace-ranks {arguments.trace_ranks}: name ranks, such as 0,8,16, or {SLOWEST}")
         if windows.trace_slowest and not windows.clean:
@@ -190,7 +189,7 @@ class _Run:
         if rank:
             self.folder = self.folder / f"rank{rank}"
         given = self._arguments
-        files.prepare_folder(self.folder, given.force, keep_ranks="RANK" in os.environ, resumes=given.resume)
+        files.prepare_folder(self.folder, given.force, "RANK" in os.environ, given.resume, ": `-o FOLDER`")
         self._facts = run_facts(
             program.argv,
             self._windows,

@@ -38,6 +38,8 @@ def whole_run_parts(runs: WholeRuns) -> Iterator[Part]:
             yield Text(f"{side}: the step time does not change over {plural(figures.num_steps, 'step')}.")
     if runs.loss_by_step:
         yield _losses("loss_by_step", "Loss against step", runs.loss_by_step, "step", lambda at: f"{at:,.0f}")
+    elif runs.have_losses:
+        yield Text("The losses are not compared: the two runs did not sample them at the same steps.")
     if runs.loss_by_time:
         yield _losses("loss_by_time", "Loss against time since the start", runs.loss_by_time, "time", elapsed)
 
@@ -49,7 +51,13 @@ def _losses(id: str, title: str, points: tuple[LossAt, ...], name: str, text: Ca
         "new": [significant(point.new, 4) for point in points],
         "change": [_change(point.base, point.new) for point in points],
     }
-    return Table(id, title, columns, num_shown=len(points), note="medians of the losses sampled near it")
+    return Table(
+        id,
+        title,
+        columns,
+        num_shown=len(points),
+        note=f"losses that both runs sampled at the same {name}, within 1 %; medians if there are several",
+    )
 
 
 def _change(base: float, new: float) -> str:

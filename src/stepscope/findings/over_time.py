@@ -210,13 +210,17 @@ def loss_anomaly_findings(run: Run) -> list[Finding]:
     if found.step is not None and found.value is not None:
         name = "NaN" if found.value != found.value else "infinite"
         broken = f"{found.num_not_finite:,}"
+        seen = f"The loss is {name} at {run.when(found.step)}"
+        if found.finite_step is not None and found.finite_step + 1 < found.step:
+            seen = f"The loss is first seen to be {name} at {run.when(found.step)}. It was finite at step "
+            seen += f"{found.finite_step:,}, so it broke at some step in between"
+        row = {"step": found.step, "loss": str(found.value), "last_finite_step": found.finite_step}
         then = "Later losses are finite again." if found.recovers else "It has stayed so."
         findings.append(
             Finding(
-                sentence=f"The loss is {name} at {run.when(found.step)}. {broken} of {found.num_losses:,} sampled "
-                f"losses are not finite. {then}",
+                sentence=f"{seen}. {broken} of {found.num_losses:,} sampled losses are not finite. {then}",
                 fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), a lower learning rate, bf16 for fp16",
-                evidence=(Evidence("losses", [{"step": found.step, "loss": str(found.value)}]),),
+                evidence=(Evidence("losses", [row]),),
                 derived="no time is saved; what is trained after it may be lost",
                 falsified_by="log the loss of that step; the finding is wrong if it is finite",
             )
@@ -236,7 +240,7 @@ def _spiked(run: Run, spikes: tuple[Spike, ...]) -> Finding:
         sentence=f"{what}{more}",
         fix="look at the batch of that step; clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         evidence=(Evidence("jumps of the loss", rows[:_MOST_ROWS]),),
-        derived="no time is saved; compared with the 50 losses sampled before it",
+        derived="no time is saved; compared with the last losses sampled before it",
         confidence="high" if worst.lasts else "medium",
         falsified_by="log every loss; the finding is wrong if such losses are usual for single batches",
     )

@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from stepscope.api.recording import Recorder
-from stepscope.errors import MissingDependencyError
+from stepscope.api.recording import Recorder, check_tokens, check_windows
+from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
 from stepscope.recorder import current, files, wall
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stepscope.recorder.windows import Windows
 
 FIRST_RANK_WAIT = timedelta(seconds=10)
+LEAST_WARMUP = 2  # steps, to find the model
 _driver: weakref.ref[TrainerRecording] | None = None  # the one that ends the steps of the active session
 _num_opened = 0
 
@@ -38,6 +39,12 @@ class TrainerRecording:
         tokens_per_step: int | None = None,
         force: bool = False,
     ) -> None:
+        if not isinstance(folder, (str, os.PathLike, type(None))):
+            raise UsageError(f"folder is {folder!r}: it must be a path")
+        check_windows(windows)
+        if windows is not None and windows.warmup < LEAST_WARMUP:
+            raise UsageError(f"windows has warmup={windows.warmup}: a callback needs at least {LEAST_WARMUP}")
+        check_tokens(tokens_per_step)
         self._settings = folder, windows, tokens_per_step, force
         self._recorder: Recorder | None = None
         self._session: current.ActiveSession | None = None
@@ -73,13 +80,20 @@ class TrainerRecording:
             if (child := sys.modules.get("stepscope.recorder.processes.child")) is not None:
                 wall.guarded(child.trains)()
             if current.session is None:
-                wall.guarded(self._open)()
+                self._open_or_tell()
         self._session = current.session
         if self._session is None:
             wall.take_down()
             return False
         _driver = weakref.ref(self)
         return True
+
+    @wall.guarded
+    def _open_or_tell(self) -> None:
+        try:
+            self._open()
+        except StepscopeError as error:
+            wall.tell(f"nothing is recorded: {error}. Training goes on")
 
     def _open(self) -> None:
         from stepscope.recorder.processes.rank import rank_and_world_size
@@ -163,8 +177,7 @@ class TrainerRecording:
             atexit.unregister(self._exits)
             wall.guarded(recorder.__exit__)(None if error is None else type(error), error, None)
             if not files.RANK_FOLDER.fullmatch(recorder.folder.name):
-                num_steps = files.num_steps(recorder.folder)
-                wall.tell(f"recorded {num_steps} steps. To see them, run: stepscope show {recorder.folder}")
+                _tell_end(recorder.folder)
 
     def _exits(self) -> None:
         # No trainer tells its callbacks of every exception. Python keeps the one that ended the script.
@@ -184,6 +197,13 @@ class RecordingCallback:
     ) -> None:
         super().__init__()
         self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
+
+
+def _tell_end(folder: Path) -> None:
+    if num_steps := files.num_steps(folder):
+        wall.tell(f"recorded {num_steps} steps. To see them, run: stepscope show {folder}")
+    else:
+        wall.tell(f"recorded no steps in {folder}")
 
 
 def _of_rank(folder: Path, rank: int) -> Path:

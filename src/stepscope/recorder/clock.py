@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,6 +235,12 @@ class Clock:
         events = [] if first_event is None else [(one.name, one.event) for one in stretches if one.event is not None]
         wall_ns = self._cut_ns - self._start_ns
         return TimedStep(index, self._start_ns, wall_ns, host_ns, num_times, first_event, events)
+
+    def since_last_step(self) -> dict[str, int]:
+        """Return the ns of each of BETWEEN_STEPS in the open step so far, as if it ended here."""
+        last = _Stretch(self.label, "", self._now() - self._cut_ns, None)
+        host_ns, _ = _name_all([copy(stretch) for stretch in (*self._stretches, last)])
+        return {name: ns for name, ns in host_ns.items() if name in BETWEEN_STEPS}
 
     def _cut(self, following: str | None) -> None:
         """End the current stretch here."""

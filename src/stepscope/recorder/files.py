@@ -94,12 +94,14 @@ def _variable(name: str, otherwise: str) -> str:
     return text if text.isdecimal() else otherwise
 
 
-def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False, resumes: bool = False) -> None:
+def prepare_folder(
+    folder: Path, force: bool, keep_ranks: bool = False, resumes: bool = False, option: str = ""
+) -> None:
     """Create `folder`, or empty an earlier recording if `force` is set. Raises ValueError if that is not possible.
 
     `resumes` empties it too, but keeps its history, which goes on. Only a folder that holds a recording is emptied:
     `force` on a home directory is refused. `keep_ranks` leaves other ranks' folders alone, because they are being
-    written.
+    written. `option` is how to name another folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,7 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False, resumes:
         probe.unlink()
     except OSError as error:
         raise ValueError(
-            f"cannot write to {folder}: {error.strerror or error}; name another folder: `-o FOLDER`"
+            f"cannot write to {folder}: {error.strerror or error}; name another folder{option}"
         ) from None
 
 

@@ -123,6 +123,7 @@ def _recording(session: Session) -> Subject:
     except StepscopeError as error:
         missing["memory"] = str(error)
     subject = recording_subject(recording, summary, account, missing)
+    subject = replace(subject, notes=(*subject.notes, *session.run.problems))
     rank = (recording.facts.get("environment") or {}).get("rank") or 0
     clean_ns = None if summary.step_ns is None else summary.step_ns.median
     tables, lacks = _time_tables(session, rank, clean_ns, idle_ns(summary))

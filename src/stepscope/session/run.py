@@ -188,7 +188,10 @@ class _Position:
             yield Happening(RESTART, self._first_steps[number], ns, 0, None)
         for event in events:
             ns = self.ns(event.process, event.start_ns)
-            yield Happening(event.event, self.step(event), ns, event.ns, event.place)
+            status = event.details.get("status")
+            yield Happening(
+                event.event, self.step(event), ns, event.ns, event.place, status if isinstance(status, str) else None
+            )
 
 
 def _track(ends: Sequence[tuple[int, int]], values: Iterable[float | None]) -> Track:

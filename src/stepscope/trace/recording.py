@@ -69,6 +69,10 @@ class Aside:
     host_ns: Mapping[str, int]
     num_times: Mapping[str, int]
 
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.wall_ns
+
 
 @dataclass(frozen=True)
 class CounterSample:

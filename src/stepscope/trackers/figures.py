@@ -55,21 +55,30 @@ def figures(recording: Recording, summary: Summary) -> dict[str, float]:
 
 
 def step_points(recording: Recording, after_ns: int = 0) -> list[Point]:
-    """Return the points of every step that began at or after a time on the recording's clock."""
-    start_s = began_s(recording.facts)
-    first_ns = recording.samples[0].start_ns if recording.samples else 0
-    has_loader = data_is_named(recording.samples)
-    return [
+    """Return the points of every step that began at or after a time on the recording's clock.
+
+    What the loop did after its last step is another point at that step.
+    """
+    if not (samples := recording.samples):
+        return []
+    start_s, first_ns = began_s(recording.facts), samples[0].start_ns
+    has_loader = data_is_named(samples)
+    points = [
         Point(sample.step, start_s + (sample.end_ns - first_ns) / 1e9, _values(sample, has_loader))
-        for sample in recording.samples
+        for sample in samples
         if sample.start_ns >= after_ns
     ]
+    tail = recording.tail
+    if tail is not None and tail.start_ns >= after_ns:
+        values = {f"{OF_STEPS}{name}_ms": tail.host_ns[name] / 1e6 for name in BETWEEN if name in tail.host_ns}
+        points.append(Point(samples[-1].step, start_s + (tail.end_ns - first_ns) / 1e9, values))
+    return points
 
 
 def figure_point(recording: Recording, summary: Summary) -> list[Point]:
     """Return the figures of the whole recording as a point at its last step; empty without a step."""
     last: Sequence[Point] = step_points(recording, recording.samples[-1].start_ns) if recording.samples else ()
-    return [Point(point.step, point.time_s, figures(recording, summary)) for point in last]
+    return [Point(point.step, point.time_s, figures(recording, summary)) for point in last[-1:]]
 
 
 def _values(sample: StepSample, has_loader: bool) -> dict[str, float]:

@@ -65,7 +65,7 @@ class Logged:
         points = step_points(recording, self._sent_ns)
         if points:
             self._tracker.log([*points, *figure_point(recording, session.summary)])
-            self._sent_ns = recording.samples[-1].end_ns
+            self._sent_ns = (recording.tail or recording.samples[-1]).end_ns
         return self._tracker
 
     def finish(self, session: Session, report: Report) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from stepscope.errors import UsageError
 from stepscope.trackers.tracker import Point, Run
 
 EXPERIMENT = "stepscope"
+SQLITE = "sqlite:///"
 MOST_METRICS, MOST_PARAMETERS, MOST_CHARACTERS = 1000, 100, 500  # of one request; of a parameter
 
 
@@ -18,8 +22,9 @@ def open_run(where: str | None, run: Run) -> MLflow:
     # A server that does not answer would otherwise be asked for minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-    from mlflow.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient, get_tracking_uri
 
+    _check_database(where or get_tracking_uri())
     client = MlflowClient(tracking_uri=where)
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     experiment = client.get_experiment_by_name(name)
@@ -29,6 +34,19 @@ def open_run(where: str | None, run: Run) -> MLflow:
         tags={"stepscope.group": run.group} if run.group else {},
     ).info.run_id
     return MLflow(client, run_id, run)
+
+
+def _check_database(uri: str) -> None:
+    """Raise UsageError if a file of SQLite cannot be opened: MLflow would try again for minutes."""
+    path = uri.removeprefix(SQLITE).partition("?")[0]
+    if not uri.startswith(SQLITE) or path in ("", ":memory:"):
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # as MLflow does
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA schema_version")
+    except (OSError, sqlite3.Error) as error:
+        raise UsageError(f"MLflow's database {path} cannot be opened: {error}. Name another file") from None
 
 
 class MLflow:

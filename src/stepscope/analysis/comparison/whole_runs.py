@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 from stepscope.analysis.run.drift import step_changes
 from stepscope.analysis.run.goodput import Goodput
@@ -12,6 +12,8 @@ from stepscope.analysis.run.series import Run, Track
 
 NUM_POINTS = 10
 _NEAR_SHARE = 0.05  # of the common range: losses that near stand for a point
+_SAME_SHARE = 0.01  # of a step or time: losses that near are compared, because an early loss falls fast
+_Side = tuple[Sequence[float], Sequence[float]]  # steps or times, and the losses there
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class LossAt:
     """The losses of both runs after the same number of steps, or the same time."""
 
     at: float  # a step, or seconds since the start
-    base: float  # the median of losses near it
+    base: float  # the median of losses near it that both runs have at the same place
     new: float
 
 
@@ -54,6 +56,7 @@ class WholeRuns:
     new: RunFigures
     loss_by_step: tuple[LossAt, ...]  # over the steps that both have
     loss_by_time: tuple[LossAt, ...]  # over the time that both have
+    have_losses: bool  # whether losses of both were sampled; it need not have been at the same steps
 
 
 def compare_runs(base: Run, base_time: Goodput, new: Run, new_time: Goodput) -> WholeRuns:
@@ -62,8 +65,9 @@ def compare_runs(base: Run, base_time: Goodput, new: Run, new_time: Goodput) -> 
     return WholeRuns(
         base=_figures(base, base_time),
         new=_figures(new, new_time),
-        loss_by_step=_points([(track.steps, track.values) for track in losses]),
-        loss_by_time=_points([([ns / 1e9 for ns in track.ns], track.values) for track in losses]),
+        loss_by_step=_points(*[(track.steps, track.values) for track in losses]),
+        loss_by_time=_points(*[([ns / 1e9 for ns in track.ns], track.values) for track in losses]),
+        have_losses=all(track.values for track in losses),
     )
 
 
@@ -91,20 +95,33 @@ def _finite(track: Track | None) -> Track:
     return Track(*zip(*known)) if known else Track((), (), ())
 
 
-def _points(sides: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[LossAt, ...]:
-    """Return both losses at equal distances over the common range."""
-    if not all(places for places, _ in sides):
+def _points(base: _Side, new: _Side) -> tuple[LossAt, ...]:
+    """Return both losses over the common range, at places where both were sampled."""
+    pairs = _pairs(base, new)
+    if not pairs:
         return ()
-    first, last = max(places[0] for places, _ in sides), min(places[-1] for places, _ in sides)
+    first, last = max(base[0][0], new[0][0]), min(base[0][-1], new[0][-1])
+    distance = _NEAR_SHARE * (last - first)
     found = []
     for number in range(1, NUM_POINTS + 1):
         at = first + (last - first) * number / NUM_POINTS
-        near = [_near(places, values, at, _NEAR_SHARE * (last - first)) for places, values in sides]
-        if last > first and near[0] is not None and near[1] is not None:
-            found.append(LossAt(at, near[0], near[1]))
+        near = [(place, *losses) for place, gap, *losses in pairs if abs(place - at) <= distance]
+        equal = [(place, *losses) for place, gap, *losses in pairs if not gap and abs(place - at) <= distance]
+        if near and last > first:
+            places, before, after = zip(*(equal or near))
+            found.append(LossAt(median_low(places), median(before), median(after)))
     return tuple(found)
 
 
-def _near(places: Sequence[float], values: Sequence[float], at: float, distance: float) -> float | None:
-    begin, end = bisect_left(places, at - distance), bisect_left(places, at + distance)
-    return median(values[begin:end]) if end > begin else None
+def _pairs(base: _Side, new: _Side) -> list[tuple[float, float, float, float]]:
+    """Return place, distance and both losses of each sample of `base` with one of `new` at nearly the same place."""
+    places, values = new
+    found = []
+    for at, loss in zip(*base):
+        right = bisect_left(places, at)
+        nearest = min(
+            range(max(0, right - 1), min(len(places), right + 1)), key=lambda i: abs(places[i] - at), default=0
+        )
+        if places and (gap := abs(places[nearest] - at)) <= _SAME_SHARE * at:
+            found.append((at, gap, loss, values[nearest]))
+    return found

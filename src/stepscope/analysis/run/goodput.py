@@ -1,6 +1,6 @@
 """Goodput: which share of the time since a run began was training, and what took the rest."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,7 +12,7 @@ from stepscope.analysis.time.loop_time import BETWEEN, DATA, MEASURING, OTHER, R
 
 STARTUP, STALLS, RESTARTS, REPEATED = "start-up", "stalls", "restarts", "repeated steps"
 ALL_ROWS = (*ROWS[:-2], STARTUP, STALLS, RESTARTS, REPEATED, MEASURING, OTHER)
-_CHECKPOINT = "checkpoint"
+_CHECKPOINT, _FINISHED = "checkpoint", "finished"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def goodput(run: Run) -> Goodput | None:
         return None
     rows = dict.fromkeys(ALL_ROWS, 0)
     _add_blocks(run, rows)
-    _add_gaps(run, [each.start_ns for each in run.happenings if each.kind == RESTART], rows)
+    _add_gaps(run, rows)
     wall_ns = sum(rows.values())
     num_tokens, num_samples = (
         sum(getattr(block, f"num_{unit}") for block in run.blocks) for unit in ("tokens", "samples")
@@ -61,6 +61,7 @@ def goodput(run: Run) -> Goodput | None:
 
 
 def _add_blocks(run: Run, rows: dict[str, int]) -> None:
+    repeated = _repeated_starts(run)
     stalled = sorted((stall.step, stall.ns) for stall in stalls(run) if stall.kind in UNKNOWN)
     usual_ns = median(_rest_ns(block) / block.num_steps for block in run.free or run.blocks)
     at = 0
@@ -80,19 +81,53 @@ def _add_blocks(run: Run, rows: dict[str, int]) -> None:
             lost_ns = max(0, rest_ns - stalled_ns - round(usual_ns * block.num_steps))
             kind = OTHER if block.window == "clean" else MEASURING
             rows[WARMUP if block.num_compiles or block.window == "warmup" else kind] += lost_ns
-        rows[TRAINING] += rest_ns - stalled_ns - lost_ns
+        rows[REPEATED if block.start_ns in repeated else TRAINING] += rest_ns - stalled_ns - lost_ns
+
+
+def _repeated_starts(run: Run) -> set[int]:
+    """Return when blocks begin whose steps the next process of the run had to do again.
+
+    A process that finished was not cut off after its last checkpoint.
+    """
+    ends = [each.start_ns for each in run.happenings if each.kind == "end" and each.status == _FINISHED]
+    finished = {bisect_right(_restarts(run), end_ns) for end_ns in ends}
+    return {
+        block.start_ns
+        for number, blocks in enumerate(_processes(run)[:-1])
+        for block in _after_checkpoint(blocks)
+        if number not in finished
+    }
+
+
+def _restarts(run: Run) -> list[int]:
+    return sorted(each.start_ns for each in run.happenings if each.kind == RESTART)
+
+
+def _processes(run: Run) -> list[list[TimeBlock]]:
+    """Return the blocks of each process of the run, in order."""
+    restarts = _restarts(run)
+    found: list[list[TimeBlock]] = [[] for _ in range(len(restarts) + 1)]
+    for block in run.blocks:
+        found[bisect_right(restarts, block.start_ns)].append(block)
+    return found
+
+
+def _after_checkpoint(blocks: Sequence[TimeBlock]) -> Sequence[TimeBlock]:
+    """Return the blocks of one process after its last checkpoint; none if it saved none."""
+    saved = [number for number, block in enumerate(blocks) if block.host_ns.get(_CHECKPOINT)]
+    return blocks[saved[-1] + 1 :] if saved else ()
 
 
 def _rest_ns(block: TimeBlock) -> int:
     return block.wall_ns - sum(ns for kind, ns in block.host_ns.items() if kind == DATA or kind in BETWEEN)
 
 
-def _add_gaps(run: Run, restarts: Sequence[int], rows: dict[str, int]) -> None:
+def _add_gaps(run: Run, rows: dict[str, int]) -> None:
     """Add the time in which no step ran."""
     rows[STARTUP] += run.blocks[0].start_ns
     naps = sorted((each.start_ns - each.ns, each.ns) for each in run.happenings if each.kind == "suspended")
     begins, sums = [at for at, _ in naps], [0, *accumulate(ns for _, ns in naps)]
-    restarts = sorted(restarts)
+    restarts = _restarts(run)
 
     def slept(begin_ns: int, end_ns: int) -> int:
         return sums[bisect_left(begins, end_ns)] - sums[bisect_left(begins, begin_ns)]
@@ -137,12 +172,10 @@ def job_goodput(runs: Sequence[tuple[Run, Goodput]]) -> Goodput:
         following = runs[number + 1][0]
         gap_ns = round(((following.began or 0.0) - (run.began or 0.0)) * 1e9) - own.wall_ns
         rows[RESTARTS] += max(0, gap_ns)
-        saved = [block for block in run.blocks if block.host_ns.get(_CHECKPOINT)]
-        if saved:
-            lost = [block for block in run.blocks if block.start_ns >= saved[-1].end_ns]
-            lost_ns = min(own.rows.get(TRAINING, 0), sum(_rest_ns(block) for block in lost))
-            rows[REPEATED] += lost_ns
-            rows[TRAINING] -= lost_ns
+        lost = _after_checkpoint(_processes(run)[-1])
+        lost_ns = min(own.rows.get(TRAINING, 0), sum(_rest_ns(block) for block in lost))
+        rows[REPEATED] += lost_ns
+        rows[TRAINING] -= lost_ns
     return Goodput(
         wall_ns=sum(rows.values()),
         rows={name: ns for name, ns in rows.items() if ns},

@@ -4,13 +4,20 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from stepscope.analysis.run.series import Run
 
-WINDOW = 50  # losses before one that it is compared with
+WINDOW = 50  # losses before one that show their spread
 FEWEST = 20
+_LAST = 5  # losses before one that show their level
+_SPACING_NS, _SPACING_SHARE = 900_000_000, 0.01  # so far apart, at least: those of the windows are of every step
 _DEVIATIONS = 8.0  # robust standard deviations above the median, of logarithms where all losses are positive
 _LEAST_FACTOR = 1.3
+# A jump even if the losses have fallen by more than that before: this factor above the last ones, and several times
+# as far as the largest rise from one loss to the next.
+_LARGE_FACTOR, _LARGE_RISES, _FEWEST_BEFORE = 20.0, 3.0, 8
 _LEAST_DEVIATIONS = 20.0  # for losses that may be negative: their noise has no scale of its own
 _NEW_LEVEL = 10  # so many in a row are no spike
 
@@ -32,6 +39,7 @@ class LossAnomaly:
     num_losses: int
     num_not_finite: int
     step: int | None  # of the first that is not finite
+    finite_step: int | None  # of the last finite one before it
     value: float | None  # `nan` or `inf`
     recovers: bool  # whether finite ones follow
     spikes: tuple[Spike, ...]  # in order
@@ -43,7 +51,9 @@ def loss_anomaly(run: Run) -> LossAnomaly | None:
     if track is None:
         return None
     broken = [i for i, loss in enumerate(track.values) if not math.isfinite(loss)]
-    found = _spikes([(s, y) for s, y in zip(track.steps, track.values) if math.isfinite(y)])
+    spacing_ns = min(_SPACING_NS, _SPACING_SHARE * (track.ns[-1] - track.ns[0])) if track.ns else 0
+    finite = [at for at in zip(track.steps, track.ns, track.values) if math.isfinite(at[2])]
+    found = _spikes([(step, loss) for step, _, loss in finite], _apart([ns for _, ns, _ in finite], spacing_ns))
     if not broken and not found:
         return None
     first = broken[0] if broken else None
@@ -51,50 +61,87 @@ def loss_anomaly(run: Run) -> LossAnomaly | None:
         num_losses=len(track.values),
         num_not_finite=len(broken),
         step=None if first is None else track.steps[first],
+        finite_step=track.steps[first - 1] if first else None,
         value=None if first is None else track.values[first],
         recovers=first is not None and len(broken) < len(track.values) - first,
         spikes=tuple(found),
     )
 
 
-def _spikes(losses: list[tuple[int, float]]) -> list[Spike]:
+def _apart(times_ns: list[int], spacing_ns: float) -> list[bool]:
+    """Return which losses count for those after them: one of each stretch of time, however many were sampled."""
+    found, last_ns = [], -math.inf
+    for ns in times_ns:
+        found.append(ns - last_ns >= spacing_ns)
+        last_ns = ns if found[-1] else last_ns
+    return found
+
+
+def _spikes(losses: list[tuple[int, float]], is_apart: list[bool]) -> list[Spike]:
     is_positive = all(loss > 0 for _, loss in losses)
     values = [math.log(loss) if is_positive else loss for _, loss in losses]
-    recent: deque[float] = deque()
-    ordered: list[float] = []
+    before = _Before(is_positive)
     found: list[Spike] = []
     above: list[int] = []  # the last ones in a row that are too high
     for i, value in enumerate(values):
-        if len(ordered) >= FEWEST and value > _limit(ordered, is_positive):
+        if before.is_far_below(value):
             above.append(i)
             if len(above) < _NEW_LEVEL:
                 continue
-            middle = ordered[len(ordered) // 2]
+            middle = before.level
             # A gradient scaler doubles the loss as it is passed to backward.
             ratio = (value - middle) / math.log(2) if is_positive else 0.5
             if abs(ratio - round(ratio)) > 0.1:
                 found.append(_spike(losses, above, middle, is_positive, lasts=True))
-            new = [values[j] for j in above]
-            recent, ordered, above = deque(new), sorted(new), []
+            before = _Before(is_positive)
+            for j in above:
+                before.add(values[j])
+            above = []
             continue
         if above:
-            found.append(_spike(losses, above, ordered[len(ordered) // 2], is_positive, lasts=False))
+            found.append(_spike(losses, above, before.level, is_positive, lasts=False))
             above = []
-        recent.append(value)
-        insort(ordered, value)
-        if len(recent) > WINDOW:
-            del ordered[bisect_left(ordered, recent.popleft())]
+        if is_apart[i]:
+            before.add(value)
     if above:
-        found.append(_spike(losses, above, ordered[len(ordered) // 2], is_positive, lasts=True))
+        found.append(_spike(losses, above, before.level, is_positive, lasts=True))
     return found
 
 
-def _limit(ordered: list[float], is_positive: bool) -> float:
-    middle = ordered[len(ordered) // 2]
-    deviation = 1.4826 * sorted(abs(value - middle) for value in ordered)[len(ordered) // 2]
-    if is_positive:
-        return middle + max(_DEVIATIONS * deviation, math.log(_LEAST_FACTOR))
-    return middle + max(_LEAST_DEVIATIONS * deviation, (_LEAST_FACTOR - 1) * abs(middle))
+class _Before:
+    """The losses before one, as logarithms if all are positive."""
+
+    def __init__(self, is_positive: bool) -> None:
+        self._is_positive = is_positive
+        self._recent: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        insort(self._ordered, value)
+        if len(self._recent) > WINDOW:
+            del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
+
+    @property
+    def level(self) -> float:
+        """The median of the last ones, which those of another time do not outweigh."""
+        return median(list(self._recent)[-_LAST:])
+
+    def is_far_below(self, value: float) -> bool:
+        if len(self._ordered) >= FEWEST and value > self._limit():
+            return True
+        if not self._is_positive or len(self._ordered) < _FEWEST_BEFORE:
+            return False
+        largest_rise = max(later - earlier for earlier, later in pairwise(self._recent))
+        return value > self.level + max(math.log(_LARGE_FACTOR), _LARGE_RISES * largest_rise)
+
+    def _limit(self) -> float:
+        """Return the limit for losses that stay at a level."""
+        middle = median(self._ordered)
+        deviation = 1.4826 * median(abs(value - middle) for value in self._ordered)
+        if self._is_positive:
+            return middle + max(_DEVIATIONS * deviation, math.log(_LEAST_FACTOR))
+        return middle + max(_LEAST_DEVIATIONS * deviation, (_LEAST_FACTOR - 1) * abs(middle))
 
 
 def _spike(losses: list[tuple[int, float]], above: list[int], middle: float, is_positive: bool, lasts: bool) -> Spike:

@@ -43,6 +43,7 @@ class Happening(NamedTuple):
     start_ns: int  # since the beginning of the run
     ns: int
     place: str | None
+    status: str | None = None  # of an `end`: how the process ended
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,19 @@
 """Rules about the whole run: what changes from its first step to its last, and what interrupts it."""
 
-from stepscope.findings.rule import Case, Finding, rule
+from stepscope.findings.rule import Case, Finding, Unavailable, rule
+from stepscope.formatting import plural
+
+FEWEST_STEPS = 2  # that can show a change
 
 
 def _found(case: Case, id: str) -> list[Finding]:
     _ = case.recording  # a bare trace has none, and need not import what follows
     from stepscope.findings.over_time import RULES
 
-    return RULES[id](case.run)
+    found = RULES[id](case.run)
+    if not found and case.run.num_steps < FEWEST_STEPS:
+        raise Unavailable(f"The run has {plural(case.run.num_steps, 'step')}, too few to show a change over time.")
+    return found
 
 
 @rule

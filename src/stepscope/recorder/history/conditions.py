@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEP_TIME, MEMORY, EVERY = "step_time", "memory", "every"
+DEFAULT_LIMIT = 3  # windows for each condition
 _UNITS = {
     **{"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "x": 1.0, "%": 0.01, "steps": 1.0},
     **{"MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
@@ -42,7 +44,20 @@ def parse(text: str) -> Condition:
             f"cannot read the condition {text!r}: use 'step_time > 1.5x', 'step_time > 2s', 'memory > 90%', "
             "'memory > 60GiB', 'every 2h' or 'every 500 steps'"
         )
+    if match[4] == "steps" and not float(match[3]).is_integer():
+        raise ValueError(f"the condition {text!r} has a part of a step: use a whole number of steps")
+    if match[4] == "x" and float(match[3]) <= 1:
+        raise ValueError(f"the condition {text!r} is true of almost every step: use a factor above 1, such as 1.5x")
     return Condition(" ".join(text.split()), what, round(float(match[3]) * _UNITS[match[4]], 9), match[4])
+
+
+def limit_of(limit: int | None, conditions: Sequence[str]) -> int:
+    """Return the most windows for each condition, `DEFAULT_LIMIT` if none is given; ValueError if it cannot be."""
+    if limit is not None and not conditions:
+        raise ValueError(f"--limit {limit} is the most windows for each --when: add --when 'step_time > 1.5x'")
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit is {limit}: it must be 1 or more")
+    return DEFAULT_LIMIT if limit is None else limit
 
 
 def _is_never(number: str, unit: str) -> bool:

@@ -23,7 +23,8 @@ SEEN, ARMED, LATE, RUNNING, DONE, WITHDRAWN, REFUSED = (
     *("seen", "armed", "late", "running", "done"),
     *("withdrawn", "refused"),
 )
-MOST_TRACED, MOST_CLEAN = 1000, 10_000
+MOST_TRACED = 200  # a trace is in memory until it is written: of 1,000 steps it can be GiB
+MOST_CLEAN = 10_000
 WARMUP_STEPS = 1
 _NAME = re.compile(r"(request|when)(\d+)\.json")
 

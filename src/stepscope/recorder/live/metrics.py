@@ -19,8 +19,9 @@ PREFIX = "stepscope/"
 def live_metrics(session: Session, is_exact: bool = True) -> dict[str, float]:
     """Return what is known so far about a recording that runs in this process, by name; empty before the first step.
 
-    Reads what was noted when steps ended: it does not wait for the GPU. Unless `is_exact`, this leaves it to the
-    writer's thread to add up the steps of free running, and lags behind it by up to half a second.
+    Reads what was noted when steps ended: it does not wait for the GPU. If `is_exact`, these are the figures of a run
+    that ends here, with the evaluation after its last step. Else this leaves it to the writer's thread to add up the
+    steps of free running, and lags behind it by up to half a second.
     """
     if is_exact or not session._samples.waits:
         session._samples.digest(waits=True)
@@ -28,13 +29,14 @@ def live_metrics(session: Session, is_exact: bool = True) -> dict[str, float]:
     if not (recent := tally.recent()):
         return {}
     own_ns = fmean([step[0] for step in recent])
-    seconds = (own_ns + tally.between_ns()) / 1e9
+    tail = session._clock.since_last_step() if is_exact else None
+    seconds = (own_ns + tally.between_ns(tail)) / 1e9
     found: dict[str, float | None] = {"steps": tally.num_steps, "step_time_ms": seconds * 1e3}
     for position, unit in ((1, "tokens"), (2, "samples")):
         counts = [step[position] for step in recent]
         found[f"{unit}_per_second"] = fmean(counts) / seconds if all(counts) and seconds else None
     found["mfu"] = _mfu(probes.facts.get("flops"), probes.device, own_ns)
-    found["goodput"] = tally.goodput()
+    found["goodput"] = tally.goodput(tail)
     # After the clean window, the probes add to what the allocator has seen.
     memory = probes.facts.get("memory") or memory_facts(probes.device)
     found["timed_peak_memory_gib"] = memory.get("peak_allocated_bytes", memory["peak_resident_bytes"]) / 2**30

@@ -7,9 +7,11 @@ reads all steps again; this one keeps the last ones, and sums of those before.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from copy import copy
 
 from stepscope.recorder import windows
-from stepscope.recorder.clock import BEFORE_BACKWARD, BEFORE_FORWARD, BETWEEN_STEPS, DATA, OTHER
+from stepscope.recorder.clock import BEFORE_BACKWARD, BEFORE_FORWARD, BETWEEN_STEPS, DATA, LOADER_START, OTHER
 
 RECENT = 100
 """Steps behind the step time, so that a chart follows a run that becomes slower."""
@@ -31,12 +33,22 @@ class Between:
     def __init__(self, step: int, ns: int) -> None:
         self.first = self.last = step
         self.first_ns = self.ns = ns
+        self.num = 1
 
-    def per_step_ns(self, num_steps: int) -> float:
+    def add(self, step: int, ns: int) -> None:
+        if self.first == self.last == step:
+            self.first_ns += ns
+        self.num += self.last != step
+        self.ns, self.last = self.ns + ns, step
+
+    def per_step_ns(self, num_steps: int, is_whole: bool) -> float:
         """Return its time per step. What happens only before the first step is part of starting up."""
         if self.first == self.last:
             return self.ns / num_steps if self.first else 0.0
-        return (self.ns - self.first_ns) / (self.last - self.first)  # the first time may take longer
+        later_ns = self.ns - self.first_ns  # the first time may take longer
+        if is_whole:
+            return later_ns / (self.num - 1) * self.num / num_steps
+        return later_ns / (self.last - self.first)
 
 
 class Tally:
@@ -72,7 +84,7 @@ class Tally:
             elif name != DATA:
                 passes += ns
         if between and not num_compiles:  # compiling collects garbage for seconds, and that happens once
-            self._add_between(self.num_steps, host_ns)
+            _add_between(self._between, self.num_steps, host_ns)
         kind = _KINDS.get(window, _PROBED)
         kind = _WARMUP if num_compiles and kind < _WARMUP else kind
         self._kept.append((kind, wall_ns, passes, gap, between, batch[0], batch[1]))
@@ -87,7 +99,7 @@ class Tally:
 
     def add_aside(self, which: str, host_ns: dict[str, int]) -> None:
         """Add what the loop did before its first step (`lead`) or after its last one."""
-        self._add_between(0 if which == "lead" else self.num_steps, host_ns)
+        _add_between(self._between, 0 if which == "lead" else self.num_steps, host_ns)
         self._loop_ns += sum(host_ns.values())
 
     def join(self, num_joined: int) -> None:
@@ -103,27 +115,33 @@ class Tally:
         """Return own time, tokens and samples of the last undisturbed steps; else of all after the first."""
         return [(step[1] - step[4], step[5], step[6]) for step in _undisturbed(list(self._kept))[-RECENT:]]
 
-    def between_ns(self) -> float:
-        """Return the time per step of what the loop does between steps."""
-        return sum(each.per_step_ns(self.num_steps) for each in list(self._between.values()))
+    def between_ns(self, tail: Mapping[str, int] | None = None) -> float:
+        """Return the time per step of what the loop does between steps.
 
-    def goodput(self) -> float | None:
+        `tail` is what it has done since its last step. With it, this is the figure of a run that ends here.
+        """
+        found = dict(list(self._between.items()))
+        if tail:
+            found = {name: copy(each) for name, each in found.items()}
+            _add_between(found, self.num_steps, {name: ns for name, ns in tail.items() if name != LOADER_START})
+        return sum(each.per_step_ns(self.num_steps, tail is not None) for each in found.values())
+
+    def goodput(self, tail: Mapping[str, int] | None = None) -> float | None:
         """Return the share of training in the loop's wall-clock time, without Stepscope's own work."""
         kept = list(self._kept)
         training_ns, loop_ns = _split(kept, _usual_of(kept))
-        loop_ns += self._loop_ns
+        loop_ns += self._loop_ns + sum((tail or {}).values())
         return (training_ns + self._training_ns) / loop_ns if loop_ns else None
 
-    def _add_between(self, step: int, host_ns: dict[str, int]) -> None:
-        for name in host_ns.keys() & _BETWEEN:
-            if (ns := host_ns[name]) == 0:
-                continue
-            if (found := self._between.get(name)) is None:
-                self._between[name] = Between(step, ns)
-                continue
-            if found.first == found.last == step:
-                found.first_ns += ns
-            found.ns, found.last = found.ns + ns, step
+
+def _add_between(between: dict[str, Between], step: int, host_ns: Mapping[str, int]) -> None:
+    for name in host_ns.keys() & _BETWEEN:
+        if (ns := host_ns[name]) == 0:
+            continue
+        if name in between:
+            between[name].add(step, ns)
+        else:
+            between[name] = Between(step, ns)
 
 
 def _undisturbed(steps: list[Step]) -> list[Step]:
