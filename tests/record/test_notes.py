@@ -208,7 +208,7 @@ def test_references_come_and_go():
 @compiled
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_interrupt_while_noting_is_the_scripts(monkeypatch, where):
-    """WHEN Ctrl-C comes while something is noted THEN the script gets it, and no error of ours is told."""
+    """WHEN Ctrl-C comes while something is noted THEN the script gets it, and Stepscope reports no error."""
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt

@@ -189,7 +189,8 @@ class _Run:
         if rank:
             self.folder = self.folder / f"rank{rank}"
         given = self._arguments
-        files.prepare_folder(self.folder, given.force, "RANK" in os.environ, given.resume, ": `-o FOLDER`")
+        keep_ranks, option = "RANK" in os.environ, ": `-o FOLDER`"
+        files.prepare_folder(self.folder, given.force, keep_ranks, resumes=given.resume, option=option)
         self._facts = run_facts(
             program.argv,
             self._windows,

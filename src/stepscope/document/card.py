@@ -15,7 +15,7 @@ from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series
-from stepscope.document.verdict import DIFFERS, verdict
+from stepscope.document.verdict import verdict
 from stepscope.document.whole_run import WholeRun
 from stepscope.errors import StepscopeError
 from stepscope.formatting import milliseconds, plural
@@ -122,8 +122,8 @@ def card_document(card: Card) -> Document:
     if card.ledger is not None:
         from stepscope.document.ledger import ledger_parts
 
-        is_faster = summary.loop is not None and summary.loop.step_ns < (1 - DIFFERS) * card.ledger.step_ns
-        parts += ledger_parts(card.ledger, "a timed step's" if is_faster else "a step's")
+        is_faster = summary.loop is not None and summary.loop.is_faster_than(card.ledger.step_ns)
+        parts += ledger_parts(card.ledger, is_faster)
     if summary.loop is not None and len(summary.loop.rows) > 1:
         loop = summary.loop
         names = [f"{row.name} ({row.num}×)" if row.num else row.name for row in loop.rows]

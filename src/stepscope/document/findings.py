@@ -39,7 +39,9 @@ def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Do
             step = f"A step takes {average} on average; {typical}. Percentages are of the average."
     sections = [Section("findings", "Findings", (findings_part(diagnosis, recording),))]
     if diagnosis.ledger is not None:
-        sections.append(Section("ledger", "Ledger", tuple(ledger_parts(diagnosis.ledger))))
+        sections.append(
+            Section("ledger", "Ledger", tuple(ledger_parts(diagnosis.ledger, diagnosis.later_ns is not None)))
+        )
     return Document("Diagnosis", step, tuple(sections))
 
 

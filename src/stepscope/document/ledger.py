@@ -27,8 +27,11 @@ _ORDER = (LOSS, UNKNOWN, RATES, WORK, LIMIT)
 _LEAST_SHARE = 0.005  # of the step, for a bar of its own
 
 
-def ledger_parts(ledger: Ledger, whose: str = "a step's") -> list[Part]:
-    """Return a step from its largest loss down to the least time that its work needs."""
+def ledger_parts(ledger: Ledger, later_are_faster: bool) -> list[Part]:
+    """Return a step from its largest loss down to the least time that its work needs.
+
+    If steps after those that were timed took less, the title says that it is about a timed one.
+    """
     rows = sorted(ledger.rows, key=lambda row: (_ORDER.index(row.kind), -row.ns))
     is_large = [row.kind in (LIMIT, WORK) or abs(row.share) >= _LEAST_SHARE for row in rows]
     bars = [(NAMES[row.id], row.ns) for row, large in zip(rows, is_large) if large]
@@ -37,7 +40,8 @@ def ledger_parts(ledger: Ledger, whose: str = "a step's") -> list[Part]:
         bars.insert(num_above, ("smaller rows", rest))
     left = [ledger.step_ns - spent for spent in accumulate(ns for _, ns in bars)]
     end = "its ops" if ledger.is_of_cpu else "what its work needs"
-    title = f"{whose} {duration(ledger.step_ns, 3)}, down to {end}"
+    step = "a timed step" if later_are_faster else "a step"
+    title = f"{step}'s {duration(ledger.step_ns, 3)}, down to {end}"
     columns: dict[str, Sequence[Value]] = {
         "row": [NAMES[row.id] for row in rows],
         "kind": [row.kind for row in rows],

@@ -11,7 +11,6 @@ import polars as pl
 from stepscope.analysis.costs.roofline import roofline_summary
 from stepscope.analysis.ranks.rank_account import roofline_of, warnings_of
 from stepscope.analysis.time.ledger import WORK, Ledger
-from stepscope.analysis.time.loop_time import MEANS_DIFFER
 from stepscope.display import Shown
 from stepscope.errors import Unavailable, UsageError, failure, if_available
 from stepscope.findings import rules
@@ -166,9 +165,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
 def _later_ns(case: Case, ledger: Ledger | None) -> float | None:
     """Return how long a step took on average over the whole loop if that is less than what every finding is about."""
     loop = case.summary.loop if case.has_recording else None
-    if loop is None or ledger is None or loop.step_ns >= (1 - MEANS_DIFFER) * ledger.step_ns:
-        return None
-    return loop.step_ns
+    return loop.step_ns if loop and ledger and loop.is_faster_than(ledger.step_ns) else None
 
 
 def _failure(error: BaseException) -> str:

@@ -17,8 +17,8 @@ from stepscope.trace.fields import Fields
 from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, try_event
 
 SLICE = 1 << 22  # bytes of a slice: large enough to be worth sending to another process
-_SLICES = 32  # at least, of a file that is not compressed and large; each takes milliseconds, whatever its size
-_LARGEST_SLICES = 3  # in slices: larger ones are not faster
+# Each slice takes milliseconds, whatever its size: a large file has at least so many, up to this many times as large.
+_SLICES, _LARGEST_SLICES = 32, 3
 _CHUNK = 1 << 16  # bytes of a compressed file decompressed at a time
 _SUSPICIOUS = 1 << 28
 _MOST_EXPANSION = 250

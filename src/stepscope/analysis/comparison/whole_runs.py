@@ -105,10 +105,10 @@ def _points(base: _Side, new: _Side) -> tuple[LossAt, ...]:
     found = []
     for number in range(1, NUM_POINTS + 1):
         at = first + (last - first) * number / NUM_POINTS
-        near = [(place, *losses) for place, gap, *losses in pairs if abs(place - at) <= distance]
-        equal = [(place, *losses) for place, gap, *losses in pairs if not gap and abs(place - at) <= distance]
+        near = [pair for pair in pairs if abs(pair[0] - at) <= distance]
         if near and last > first:
-            places, before, after = zip(*(equal or near))
+            equal = [pair for pair in near if pair[1] == 0]
+            places, _, before, after = zip(*(equal or near))
             found.append(LossAt(median_low(places), median(before), median(after)))
     return tuple(found)
 

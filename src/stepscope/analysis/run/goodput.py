@@ -89,8 +89,9 @@ def _repeated_starts(run: Run) -> set[int]:
 
     A process that finished was not cut off after its last checkpoint.
     """
+    restarts = _restarts(run)
     ends = [each.start_ns for each in run.happenings if each.kind == "end" and each.status == _FINISHED]
-    finished = {bisect_right(_restarts(run), end_ns) for end_ns in ends}
+    finished = {bisect_right(restarts, end_ns) for end_ns in ends}
     return {
         block.start_ns
         for number, blocks in enumerate(_processes(run)[:-1])

@@ -132,8 +132,10 @@ class _Before:
             return True
         if not self._is_positive or len(self._ordered) < _FEWEST_BEFORE:
             return False
-        largest_rise = max(later - earlier for earlier, later in pairwise(self._recent))
-        return value > self.level + max(math.log(_LARGE_FACTOR), _LARGE_RISES * largest_rise)
+        above = value - self.level
+        if above <= math.log(_LARGE_FACTOR):
+            return False
+        return above > _LARGE_RISES * max(later - earlier for earlier, later in pairwise(self._recent))
 
     def _limit(self) -> float:
         """Return the limit for losses that stay at a level."""

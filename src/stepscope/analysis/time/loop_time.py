@@ -75,6 +75,10 @@ class LoopTime:
     between_ns: Mapping[str, float]  # the part of `step_ns` that lies between steps, by row
     caveat: str | None  # why `step_ns` may not hold for a longer run; null if nothing speaks against it
 
+    def is_faster_than(self, timed_ns: float) -> bool:
+        """Return whether steps took clearly less than those that were timed did on average."""
+        return self.step_ns < (1 - MEANS_DIFFER) * timed_ns
+
 
 def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     """Return the time of a recorded loop; None if no step ended.

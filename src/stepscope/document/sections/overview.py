@@ -36,7 +36,8 @@ def parts(session: Session, diagnosis: Diagnosis) -> tuple[Part, ...]:
     if diagnosis.gpu_busy_share is not None:
         every.append(Text(diagnosis.binds))
     every.append(findings_part(diagnosis, str(session.path) if session.is_recording else None))
-    every += ledger_parts(diagnosis.ledger) if diagnosis.ledger is not None else []
+    if diagnosis.ledger is not None:
+        every += ledger_parts(diagnosis.ledger, diagnosis.later_ns is not None)
     every += tables
     try:
         every += gpu_time_parts(session.analysis.ranks[0])

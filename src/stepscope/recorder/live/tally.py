@@ -120,7 +120,7 @@ class Tally:
 
         `tail` is what it has done since its last step. With it, this is the figure of a run that ends here.
         """
-        found = dict(list(self._between.items()))
+        found = self._between.copy()
         if tail:
             found = {name: copy(each) for name, each in found.items()}
             _add_between(found, self.num_steps, {name: ns for name, ns in tail.items() if name != LOADER_START})
