@@ -339,6 +339,36 @@ def test_work_that_becomes_slower_beside_another_process_is_no_drift(tmp_path, b
     assert bool(findings_over_time(run_of(None, load(folder)))) == is_found
 
 
+def with_cores(folder, on_core_ns):
+    """The run of a history in whose steps training is on a core for `on_core_ns(step)` and never waits for one."""
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "num_steps" in line:
+            share = on_core_ns(line["step"]) * line["num_steps"] / line["wall_ns"]
+            line |= {"core_wait_share": 0.0, "core_share": share, "others_share": 0.5}
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run_of(None, load(folder))
+
+
+@pytest.mark.parametrize("begin", [0, 700])
+def test_a_wait_that_grows_is_found_where_it_begins_though_work_on_the_core_wanders(tmp_path, begin):
+    """A sleep of 200 ms grows by 1 % per 100 steps; the work beside it takes from 60 to 80 ms, and wanders."""
+    wanders = [70e6 + 10e6 * math.sin(step / 160) for step in range(NUM)]
+    slower = Run(
+        num_steps=NUM, step_ns=200_000_000, noise=0.0, data_share=0.0,
+        slower=lambda step: 1 + wanders[step] / 200e6 + 0.0001 * max(0, step - begin),
+    )  # fmt: skip
+    run = with_cores(write_history(tmp_path, slower), wanders.__getitem__)
+    (finding,) = findings_over_time(run)
+    assert finding.id == "drift" and finding.evidence[0].rows[0]["step"] == pytest.approx(begin, abs=20)
+
+
+def test_work_that_moves_off_the_core_makes_no_step_slower(tmp_path):
+    steady = Run(num_steps=NUM, step_ns=200_000_000, noise=0.0)
+    run = with_cores(write_history(tmp_path, steady), lambda step: 150e6 if step < 1200 else 50e6)
+    assert findings_over_time(run) == []
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [("before_forward", "outside of forward"), ("unattributed", "in the passes"), ("data", "waiting for data")],

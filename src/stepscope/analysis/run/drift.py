@@ -16,6 +16,7 @@ _LEAST_PART = 0.25  # of the change; smaller parts are not its reason
 _WAITS = 0.05  # of the time: from then on, others are at work on the cores
 _ALIKE, _LEAST_ALIKE = 0.05, 3  # of the machine's cores; points
 _OF_A_CORE = 2.0  # two threads that share a core take at most twice as long each
+_LEAST_SHOWN = 0.25  # of a part's change, by which the step must change
 _NEAR = 0.02  # of the run's steps
 _SIDES = (-3, -1), (-1, 1), (1, 3)  # cells before a change, around it, and after it
 _CLOCK_DROP, _MORE_MEMORY, _MORE_COLLECTIONS = 0.03, 0.1, 0.5
@@ -65,11 +66,21 @@ class _Point(NamedTuple):
 
 
 def step_changes(run: Run) -> list[tuple[Change, int, int]]:
-    """Return every change of the step time, faster ones too, each with its first step and the one after its last."""
+    """Return every change of the step time, faster ones too, each with its first step and the one after its last.
+
+    What others do to the caches and cores makes the steps' time on a core wander. The rest, in which training sleeps
+    or waits, does not: a change of it alone is known more exactly, and takes the place of the same one in the sum.
+    """
     points = _points(run)
     steps, values = _cells(run, points)
     ends = [*steps, run.last_step + 1]
-    found = changes(values, is_one_sided="core_wait_share" not in run.tracks)
+    found = list(changes(values, is_one_sided="core_wait_share" not in run.tracks))
+    if any(point.on_core_ns for point in points):
+        on_core_ns = median(point.on_core_ns for point in points)
+        rest = [point._replace(ns=point.ns - point.on_core_ns + on_core_ns) for point in points]
+        exact = [each for each in changes(_cells(run, rest)[1], is_one_sided=False) if _shows(each, values)]
+        found = [each for each in found if not any(_is_same(each, other) for other in exact)]
+        found = sorted([*found, *exact], key=lambda each: each.index)
     firsts = {each.index: _first_step(points, ends, each.index) for each in found if each.kind == STEP}
     return [
         (
@@ -79,6 +90,24 @@ def step_changes(run: Run) -> list[tuple[Change, int, int]]:
         )
         for each in found
     ]
+
+
+def _shows(part: Change, values: Sequence[float]) -> bool:
+    """Return whether the whole step changes by at least a quarter as much as a part of it."""
+    after = values[part.index : part.end]
+    if part.kind == DRIFT:
+        after = after[-max(1, len(after) // 5) :]
+    before = values[: part.index] if part.index > 3 else values[: max(1, len(values) // 5)]
+    change = median(after) - median(before)
+    return change / (part.after - part.before) >= _LEAST_SHOWN
+
+
+def _is_same(whole: Change, part: Change) -> bool:
+    """Return whether a change of the whole step is at the place of a part's, in the same direction."""
+    is_alike = (whole.after > whole.before) == (part.after > part.before)
+    if DRIFT in (whole.kind, part.kind):
+        return is_alike and whole.index < part.end and part.index < whole.end
+    return is_alike and whole.low <= part.high and part.low <= whole.high
 
 
 def _first_step(points: Sequence[_Point], ends: Sequence[int], index: int) -> int:

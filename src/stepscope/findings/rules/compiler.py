@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -74,9 +75,11 @@ def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
     saving_ns = case.host_saving_ns(entries)
     if not case.is_worth(saving_ns):
         return []
+    change = replace(saving_ns.change, profiler_ns_per_event=case.profiler_ns_per_event)
+    host_ns = saving_ns if case.is_on_cpu else case.step.host_ns - case.replay.play(change).host_ns
     seen = (
         f"Each step calls {case.number_text(regions, 'compiled region')}, and entering the later ones "
-        f"takes the host {case.cost_text(entries)}"
+        f"takes the host {case.cost_text(host_ns)}"
     )
     return _broken(case, breaks, saving_ns, seen, case.host_places(entries))
 
