@@ -16,7 +16,7 @@ from stepscope.analysis.run.interruptions import interruption
 from stepscope.analysis.run.series import Track
 from stepscope.findings.diagnose import diagnose
 from stepscope.findings.finding import OVER_TIME
-from stepscope.findings.over_time import RULES, findings_over_time, loss_anomaly_findings
+from stepscope.findings.over_time import RULES, findings_over_time, loss_anomaly_findings, unsure_drift
 from stepscope.session import open_session
 from stepscope.session.history import load
 from stepscope.session.run import run_of
@@ -314,7 +314,9 @@ def test_work_that_is_slower_on_a_shared_core_is_no_drift(tmp_path, on_core, wai
             share = on_core if on_core > 0.5 or line["step"] < 1200 else on_core / factor
             line |= {"core_wait_share": waits, "core_share": share * rest}
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert bool(findings_over_time(run_of(None, load(folder)))) == is_found
+    run = run_of(None, load(folder))
+    assert bool(findings_over_time(run)) == is_found
+    assert ("other processes used the CPU cores" in unsure_drift(run)) == (not is_found)
 
 
 @pytest.mark.parametrize(

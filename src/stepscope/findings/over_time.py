@@ -42,7 +42,18 @@ def findings_over_time(run: Run) -> list[Finding]:
 
 
 def drift(run: Run) -> list[Finding]:
-    return [_slower(run, each) for each in slowdowns(run)[:MOST_FINDINGS]]
+    return [_slower(run, each) for each in slowdowns(run) if not each.may_be_others][:MOST_FINDINGS]
+
+
+def unsure_drift(run: Run) -> str:
+    """Return why slower steps are no finding: other processes could be the reason. Empty if there are none."""
+    unsure = next((each for each in slowdowns(run) if each.may_be_others), None)
+    if unsure is None:
+        return ""
+    return (
+        f"Steps take {whole_percent(unsure.share)} longer from {run.when(unsure.step)} on, but other processes used "
+        "the CPU cores too and could be the reason. Run it on an idle machine."
+    )
 
 
 def _slower(run: Run, slow: Slowdown) -> Finding:

@@ -45,6 +45,7 @@ class Slowdown:
     after_ns: float  # of a drift: at its end
     lost_ns: float  # its extra time in total
     together: tuple[Together, ...]  # the part of the step that grew most first
+    may_be_others: bool  # use the cores too, and could be the reason
 
     @property
     def share(self) -> float:
@@ -183,8 +184,7 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
         if change.kind == DRIFT:
             arrived = after[-max(1, len(after) // 5) :]
             before = before if len(before) > 3 else after[: max(1, len(after) // 5)]
-        if _is_shared(run, before, arrived, change):
-            continue
+        may_be_others = _may_be_others(run, before, arrived, change)
         together = tuple(_together(run, before, arrived, change))
         if any(each.name == WORK and each.after / each.before - 1 > change.share / 2 for each in together):
             continue  # larger batches take longer
@@ -192,11 +192,12 @@ def slowdowns(run: Run) -> tuple[Slowdown, ...]:
         lost_ns = sum(max(0.0, ns - change.before) * (later - step) for (step, later), ns in cells)
         levels = change.before, change.after
         within = min(first, change.low), max(first, change.high)
-        found.append(Slowdown(change.kind, first, *within, end - 1, end > run.last_step, *levels, lost_ns, together))
+        lasts = end > run.last_step
+        found.append(Slowdown(change.kind, first, *within, end - 1, lasts, *levels, lost_ns, together, may_be_others))
     return tuple(sorted(found, key=lambda each: -each.lost_ns))
 
 
-def _is_shared(run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock], change: Change) -> bool:
+def _may_be_others(run: Run, before: Sequence[TimeBlock], after: Sequence[TimeBlock], change: Change) -> bool:
     """Return whether a change may come from others that use the cores too.
 
     They run beside it on the same caches, and on the other thread of its core. The same work then takes up to

@@ -19,7 +19,12 @@ def _found(case: Case, id: str) -> list[Finding]:
 @rule
 def drift(case: Case) -> list[Finding]:
     """Do steps become slower in the course of the run?"""
-    return _found(case, "drift")
+    found = _found(case, "drift")
+    from stepscope.findings.over_time import unsure_drift
+
+    if not found and (why := unsure_drift(case.run)):
+        raise Unavailable(why)
+    return found
 
 
 @rule
