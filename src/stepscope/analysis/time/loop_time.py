@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pvariance
 
+from stepscope.analysis.time.after_trace import launch_cost_ns, without_launch_cost
 from stepscope.analysis.time.statistics import quantile
 from stepscope.formatting import duration, plural
 from stepscope.trace.recording import Recording, StepSample
@@ -74,6 +75,7 @@ class LoopTime:
     num_measured: int  # the undisturbed steps behind `step_ns`
     between_ns: Mapping[str, float]  # the part of `step_ns` that lies between steps, by row
     caveat: str | None  # why `step_ns` may not hold for a longer run; null if nothing speaks against it
+    launch_cost_ns: int = 0  # how much longer a free step was because of the trace before it; part of `measuring`
 
     def is_faster_than(self, timed_ns: float) -> bool:
         """Return whether steps took clearly less than those that were timed did on average."""
@@ -85,10 +87,12 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
 
     `on_device` takes the clean steps by the GPU's clock.
     """
+    cost_ns = launch_cost_ns(recording, _passes_ns)
+    recording = without_launch_cost(recording, cost_ns)
     undisturbed = _undisturbed(recording)
     if not undisturbed:
         return None
-    measured = measured_steps(recording, on_device)
+    measured = _measured(recording, undisturbed, on_device)
     settled = [_step_only_ns(sample, on_device) for sample in measured]
     num_prefetched = _num_prefetched(recording)
     is_drained = not num_prefetched or bool(_drained(undisturbed, num_prefetched))
@@ -112,6 +116,7 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
         caveat=_caveat(_at_mean_work(measured, settled), unknown)
         or _other_steps(measured, undisturbed, on_device, bool(num_prefetched))
         or (None if is_drained else NOT_DRAINED.format(num_prefetched)),
+        launch_cost_ns=cost_ns,
     )
 
 
@@ -123,7 +128,11 @@ def beside_ns(loop: LoopTime | None, typical_ns: float) -> tuple[float, float]:
 
 def measured_steps(recording: Recording, on_device: bool) -> Sequence[StepSample]:
     """Return the steps that tell how long one takes in a long run."""
-    undisturbed = _undisturbed(recording)
+    recording = without_launch_cost(recording, launch_cost_ns(recording, _passes_ns))
+    return _measured(recording, _undisturbed(recording), on_device)
+
+
+def _measured(recording: Recording, undisturbed: Sequence[StepSample], on_device: bool) -> Sequence[StepSample]:
     has_ranks = (recording.facts.get("environment") or {}).get("world_size", 1) > 1
     # Ranks wait for the one that is last to prepare a window.
     samples = _drained(undisturbed, max(_num_prefetched(recording), int(has_ranks))) or undisturbed
@@ -160,6 +169,11 @@ def _undisturbed(recording: Recording) -> list[StepSample]:
 
 def _num_prefetched(recording: Recording) -> int:
     return (recording.facts.get("steps") or {}).get("num_prefetched") or 0
+
+
+def _passes_ns(sample: StepSample) -> int:
+    """Return a step's time without its wait for data and what lies between steps."""
+    return sample.wall_ns - _between_ns(sample.host_ns) - sample.host_ns.get(DATA, 0)
 
 
 def _at_mean_work(samples: Sequence[StepSample], times: Sequence[int]) -> Sequence[float]:

@@ -187,7 +187,7 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
         mfu=mfu,
         hfu=hfu,
         parameters=recording.facts.get("parameters"),
-        observer_effects=tuple(_observer_effects(recording, step_ns, on_device)),
+        observer_effects=tuple(_observer_effects(recording, step_ns, on_device, loop)),
         counters=counters,
         num_kernels_per_step=trace["num_kernels"] / trace["num_steps"]
         if trace and trace.get("num_kernels")
@@ -246,7 +246,9 @@ def _flops(recording: Recording, trace: Mapping[str, Any] | None) -> StepFlops |
     return step_flops(facts, trace, sample.num_tokens or sample.num_samples)
 
 
-def _observer_effects(recording: Recording, clean: Distribution | None, on_device: bool) -> list[ObserverEffect]:
+def _observer_effects(
+    recording: Recording, clean: Distribution | None, on_device: bool, loop: LoopTime | None
+) -> list[ObserverEffect]:
     effects = []
     for window in ("trace", "memory"):
         samples = recording.window(window)
@@ -255,4 +257,7 @@ def _observer_effects(recording: Recording, clean: Distribution | None, on_devic
             # makes it the whole step.
             values = [_step_ns(s, on_device and s.device_ns is not None) for s in samples]
             effects.append(ObserverEffect(window, describe(values).median / clean.median, len(samples)))
+    if clean is not None and loop is not None and loop.launch_cost_ns:
+        ratio, num_free = 1 + loop.launch_cost_ns / clean.median, len(recording.window("free"))
+        effects.append(ObserverEffect("after the trace", ratio, num_free))
     return effects
