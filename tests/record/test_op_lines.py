@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -106,3 +107,46 @@ def test_a_copy_by_pythons_library_has_the_line_that_asked_for_it():
     _, log = logged(step, net)
 
     assert {kind["place"].split()[1] for kind in log["kinds"]} == {"step"}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_matrix_is_followed_by_its_values_and_its_products_are_counted_by_them(layout):
+    net, x = nn.Linear(64, 32, bias=False), torch.randn(300, 64)
+    dense = torch.zeros(300, 300)
+    dense[torch.arange(90), torch.arange(90)] = 1.0  # 90 of 90,000
+
+    def step(phase):
+        neighbors = (2 * dense).to_sparse(layout=layout)
+        out = (neighbors @ net(x)).sum()
+        phase[0] = "backward"
+        out.backward()
+
+    ledger, log = logged(step, net)
+    flops = {}
+    for each in ledger.flops(compiled=False)["by_op"]:
+        flops[each["phase"]] = flops.get(each["phase"], 0) + each["flops"]
+
+    assert log["num_dropped"] == 0 and ledger.flops(compiled=False)["error"] is None
+    linear, product = 2 * 300 * 64 * 32, 2 * 90 * 32
+    assert flops == {"forward": linear + product, "backward": linear + product}
+    made = {write: number for number, call in enumerate(log["calls"]) for write in call["writes"]}
+    names = [log["kinds"][call["kind"]]["op"] for call in log["calls"]]
+    products = [call for call, name in zip(log["calls"], names) if name in ("aten.mm", "aten.addmm")]
+    of_sparse = products[1]  # after the layer's
+    sources = {names[made[read]] for read in of_sparse["reads"] if read in made}
+    assert any("sparse" in name for name in sources), "its values are known by the op that made them"
+
+
+def test_an_op_that_cannot_be_followed_makes_the_log_incomplete(monkeypatch):
+    from stepscope.analysis.structure.op_log import logged_calls
+    from stepscope.recorder.ledger.op_log import OpLog
+
+    def broken(self, tensor):
+        raise RuntimeError("no storage")
+
+    monkeypatch.setattr(OpLog, "_zero_share", broken)
+    net = Net()
+    ledger, log = logged(lambda phase: net(torch.randn(64, 400)), net)
+    assert log["num_dropped"] == 1
+    assert logged_calls({**ledger.memory(), "ops": log}).is_empty()

@@ -91,3 +91,33 @@ def _named(root: nn.Module, table: str, prefix: str) -> Iterator[tuple[str, nn.P
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether reading a tensor runs no code of the script: no `__torch_dispatch__` of its own class."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that hold a tensor's values: a sparse one consists of several, any other of itself.
+
+    >>> [part.tolist() for part in stored(torch.eye(2).to_sparse())]
+    [[[0, 1], [0, 1]], [1.0, 1.0]]
+    """
+    parts = _PARTS.get(tensor.layout)
+    return (tensor,) if parts is None else tuple(getattr(tensor, part)() for part in parts)
+
+
+def stored_in(value: Any) -> Any:
+    """Return a value, or the arguments of an op, with the parts of each sparse tensor in its place."""
+    if isinstance(value, torch.Tensor):
+        return value if value.layout not in _PARTS else stored(value)
+    if any(tensor.layout in _PARTS for tensor in tensors_in(value)):
+        if isinstance(value, dict):
+            return {key: stored_in(item) for key, item in value.items()}
+        return tuple(stored_in(item) for item in items_of(value)) if isinstance(value, (list, tuple)) else value
+    return value

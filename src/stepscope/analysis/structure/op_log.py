@@ -33,14 +33,16 @@ def logged_ops(memory: Mapping[str, Any], host: pl.DataFrame) -> pl.DataFrame:
     """Return the ops of a trace's steps with what the log of the probed step says of each."""
     calls = logged_calls(memory)
     if calls.is_empty():
+        if (memory.get("ops") or {}).get("num_dropped"):
+            raise Unavailable("Some ops of the probed step could not be followed, so the use of results is unknown.")
         raise Unavailable("The recording does not say which line calls each op. Record it again on a CPU.")
     return with_calls(host, calls).filter(pl.col("kind") == "op", pl.col("step").is_not_null())
 
 
 def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
-    """Return the ops of the probed step in order, as `_SCHEMA` says; empty if the recording has no log of them."""
+    """Return the ops of the probed step in order, as `_SCHEMA` says; empty if the recording has no log of all of them."""
     log = memory.get("ops")
-    if not log:
+    if not log or log.get("num_dropped"):  # what reads a result may be among those that are missing
         return pl.DataFrame(schema=_SCHEMA)
     kinds, calls, allocations = log["kinds"], log["calls"], memory["allocations"]
     uses = _uses(calls, allocations, log["unchanged"])

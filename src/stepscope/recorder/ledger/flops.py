@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stepscope.recorder.clock import BACKWARD, FORWARD
 from stepscope.recorder.machine.environment import float32_matmul
-from stepscope.recorder.values import tensors_in
+from stepscope.recorder.values import stored, tensors_in
 
 _DTYPES = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
 
@@ -38,6 +38,9 @@ def _grouped_product(rows: Any, weights: Any, *_args: Any, **_kwargs: Any) -> in
     return int(2 * rows.shape[-2] * rows.shape[-1] * weights.shape[-1])
 
 
+# Products whose FLOPs depend only on shapes that repeat in every layer, if none of the operands is sparse.
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+
 # Formulas where torch counts nothing (attention on a CPU, grouped products) or where older versions fail on keys with
 # fewer heads than queries.
 _FORMULAS: dict[str, Callable[..., int]] = {
@@ -45,6 +48,22 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     for backend in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     for kind, formula in ((backend, _attention), (f"{backend}_backward", _attention_backward))
 } | {"aten._grouped_mm": _grouped_product}
+
+
+def _sparse_product(name: str, args: Any) -> int | None:
+    """Return the FLOPs of a sparse matrix times a dense one, or of a dense one times it; None for any other op."""
+    if name not in _PRODUCTS[:2]:
+        return None
+    left, right = args[-2:]
+    if left.layout != torch.strided and right.layout == torch.strided:
+        return 2 * _num_stored(left) * int(right.shape[-1])
+    if left.layout == torch.strided:
+        return 2 * _num_stored(right) * int(left.shape[0])
+    return None
+
+
+def _num_stored(tensor: Any) -> int:
+    return int(stored(tensor)[-1].numel())
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,9 @@ class OpFlops:
 def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
     name = op_name(func)
     packet = getattr(func, "_overloadpacket", func)
+    if any(tensor.layout != torch.strided for tensor in tensors_in(args)):
+        flops = _sparse_product(name, args)
+        return None if flops is None else OpFlops(flops, flops, _dtype(func, args, kwargs))
     if name in _FORMULAS:
         flops = _FORMULAS[name](*args, **kwargs)
     elif packet in flop_registry:
@@ -123,8 +145,6 @@ _MOVES = (
     "aten.fill_", "aten.flip", "aten.gather", "aten.index", "aten.index_select", "aten.repeat", "aten.roll",
     "aten.stack", "aten.zero_",
 )  # fmt: skip
-# Products whose FLOPs depend only on shapes that repeat in every layer.
-_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
 
 class Op:
@@ -247,7 +267,8 @@ class FlopTally:
         }
 
     def _flops_of(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
-        if kwargs or not op.is_plain_product:
+        is_plain = op.is_plain_product and not kwargs
+        if not is_plain or any(t.layout != torch.strided for t in args if isinstance(t, torch.Tensor)):
             return count_flops(func, args, kwargs, out)
         key = (func, *[(t.shape, t.dtype, t.device) for t in args if isinstance(t, torch.Tensor)])
         if key not in self._known:

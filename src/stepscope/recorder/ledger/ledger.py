@@ -25,10 +25,11 @@ from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages,
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.modes import ctc_loss_below_modes, enter_below, leave
 from stepscope.recorder.patches import Around, Handle, remove_all
-from stepscope.recorder.values import named_buffers_in, named_parameters_in, parameters_in, tensors_in
+from stepscope.recorder.values import named_buffers_in, named_parameters_in, parameters_in, stored, stored_in, tensors_in
 from stepscope.recorder.wall import pass_on
 
 MEMORY_SCHEMA_VERSION = 2
+_MAX_ERROR = 200
 LOSS = "loss"  # the end of a forward: after the last root module, before the backward
 
 
@@ -145,7 +146,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def note_before(self, held: Iterable[tuple[torch.Tensor, str | None]], left_alive: bool = False) -> None:
         """Add tensors that exist before `start()`, with their holders. Call this first for those `left_alive`."""
         whose = owner.LEFT_ALIVE if left_alive else owner.OTHERS
-        for tensor, holder in held:
+        for tensor, holder in ((part, holder) for each, holder in held for part in stored(each)):
             key = storage_key(tensor)
             if key is not None and key not in self._storages.live:
                 self._storages.born(key, tensor, BEFORE, whose, caller=holder, before=True)
@@ -220,7 +221,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def _failed(self, func: Any, error: Exception) -> None:
         # An unexpected shape leaves a reported gap in the counts. It must not end a training run.
         pass_on(error)
-        self._error = self._error or f"{func}: {type(error).__name__}: {error}"
+        what = next(iter(str(error).splitlines()), "")
+        self._error = self._error or f"{func}: {type(error).__name__}: {what[:_MAX_ERROR]}"
 
     def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self._phase() or OTHER
@@ -229,10 +231,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 self.note_parameter_gradients()
             self._last_phase = phase
             self._storages.note_stage()
-        outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
-        self._follow(outputs, op, args, kwargs, phase)  # first, so that a formula's error does not lose bytes
+        outputs = tuple(tensors_in(stored_in(out)))
+        held = stored_in(args), stored_in(kwargs)
+        self._follow(outputs, op, *held, phase)  # first, so that a formula's error does not lose bytes
         if self.log is not None:
-            self.log.note(func, op, args, kwargs, outputs, phase)
+            self.log.note(func, op, *held, outputs, phase)
         self._tally.count(op, func, args, kwargs, out, outputs, phase)
 
     def _follow(self, outputs: tuple[torch.Tensor, ...], op: Op, args: Any, kwargs: Any, phase: str) -> None:

@@ -44,8 +44,8 @@ class OpLog:
         line = self._line()
         if op.is_view:
             return
+        self._num_dropped += 1  # until it is noted
         if len(self._calls) >= MAX_CALLS:
-            self._num_dropped += 1
             return
         changed = self._changed(func, args, kwargs)
         is_fill = op.name in _FILLS
@@ -63,6 +63,7 @@ class OpLog:
                 self._zeros[len(self._calls)] = round(share, 4)
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)) if tensor.dim())
         self._calls.append({"kind": kind, "reads": sorted(reads), "writes": sorted(writes), "size": size})
+        self._num_dropped -= 1
 
     def table(self, unchanged: Iterable[int]) -> dict[str, Any]:
         """Return the log for `memory.json.gz`; `unchanged` are storages that have been the same for many steps."""

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from stepscope.recorder.clock import OTHER
+from stepscope.recorder.values import stored
 from stepscope.recorder.wall import failed
 
 MAX_ALLOCATIONS = 200_000
@@ -165,7 +166,7 @@ class Storages:
 
     def own(self, tensors: Iterable[torch.Tensor], owner: str, op: str, module: str | None = None) -> None:
         """Set the owner of tensors, known or not."""
-        for tensor in tensors:
+        for tensor in (part for each in tensors for part in stored(each)):
             key = storage_key(tensor)
             if key is None:
                 continue
