@@ -98,6 +98,12 @@ def test_the_time_until_memory_runs_out_is_without_the_start_up(tmp_path):
     assert f"{left} later" in ended and "now" not in ended and "at step 1,999, the last." in ended
 
 
+@pytest.mark.parametrize(("steps", "is_found"), [(80, False), (400, True)])
+def test_what_a_short_run_takes_is_its_start(tmp_path, steps, is_found):
+    findings = found(tmp_path, num_steps=steps, leak_bytes=4 * MIB, clock_mhz=lambda step: 1980.0)
+    assert ("memory_creep" in findings) is is_found
+
+
 def test_host_memory_leaks_too(tmp_path):
     assert found(tmp_path, leak_bytes=MIB // 4)["memory_creep"][1]["memory"] == "resident_bytes"
 
@@ -388,7 +394,7 @@ def test_drift_names_the_part_of_the_step_that_grew(tmp_path, part, said):
     assert f"Most of it is {said}" in finding.sentence
 
 
-@pytest.mark.parametrize(("num_steps", "is_checked"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("num_steps", "is_checked"), [(1, False), (101, True)])
 def test_a_single_step_cannot_be_checked_for_changes(tmp_path, num_steps, is_checked):
     diagnosis = diagnose(open_session(write_history(tmp_path, Run(num_steps=num_steps))).case)
     assert OVER_TIME.isdisjoint(diagnosis.clean) != is_checked

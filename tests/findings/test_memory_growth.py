@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from recorded_cases import TRAINING, recorded, run_script, tensor
 
+from stepscope.analysis.run.series import Run, Track
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import memory_growth
 from stepscope.session import open_session
@@ -28,6 +29,17 @@ def test_what_a_step_leaves_and_earlier_ones_have_left(tmp_path):
     assert "leaves 400 B" in finding.sentence
     assert "aten.mm of shape [100], held by train.py:7 outputs" in finding.sentence
     assert finding.evidence[0].rows[0]["num_held"] == 5
+
+
+@pytest.mark.parametrize(("per_step", "num_findings"), [(400, 1), (250, 1), (150, 0), (0, 0)])
+def test_the_run_rises_by_what_a_step_leaves_or_it_is_replaced_later(tmp_path, per_step, num_findings):
+    held = [tensor(400, caller="train.py:7 outputs") for _ in range(5)]
+    case = recorded(tmp_path, [10.0] * 8, window=window(*held, tensor(400, born=0, op="aten.mm")))
+    steps = list(range(0, 400, 10))
+    levels = [9000 + per_step * step + 50_000 * (step % 50 == 0) for step in steps]  # and evaluations
+    case.__dict__["run"] = Run(blocks=(), tracks={"allocated_bytes": Track(steps, steps, levels)})
+
+    assert len(memory_growth(case)) == num_findings
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepscope.analysis.run.change_points import hinge, tau
-from stepscope.analysis.run.series import RESTART, Run
+from stepscope.analysis.run.series import FREE, RESTART, Run
 
 _MOST_POINTS, FEWEST = 40, 12
+LEAST_STEPS = 100  # without a probe: what a run fills at its start, and Stepscope's own windows, is no growth
 LEAST_BYTES = 16 << 20  # caches and pools grow by less
 LEAST_SHARE = 0.02  # of the memory where the growth begins
 _CONCORDANT = 0.8  # Kendall's tau of the lowest levels
@@ -42,9 +43,10 @@ def _creep(run: Run, name: str) -> Creep | None:
     track = run.tracks.get(name)
     if track is None:
         return None
-    first = max((each.step for each in run.happenings if each.kind == RESTART), default=0)
-    known = [(step, value) for step, value in zip(track.steps, track.values) if step >= first]
-    if len(known) < FEWEST:
+    begin = next((block.step for block in run.blocks if block.window == FREE), run.last_step)
+    first = max((each.step for each in run.happenings if each.kind == RESTART), default=begin)
+    known = [(step, value) for step, value in zip(track.steps, track.values) if step >= max(first, begin)]
+    if len(known) < FEWEST or known[-1][0] - known[0][0] < LEAST_STEPS:
         return None
     # Cells of equally many steps, and the lowest of each: an evaluation or a larger batch takes memory for a while.
     length = max(1, (known[-1][0] - known[0][0] + 1) // _MOST_POINTS)

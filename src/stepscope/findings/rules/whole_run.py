@@ -30,7 +30,12 @@ def drift(case: Case) -> list[Finding]:
 @rule
 def memory_creep(case: Case) -> list[Finding]:
     """Does memory grow for as long as the run goes on?"""
-    return _found(case, "memory_creep")
+    found = _found(case, "memory_creep")
+    from stepscope.analysis.run.memory_creep import LEAST_STEPS
+
+    if not found and case.run.num_steps < LEAST_STEPS:
+        raise Unavailable(f"The run has {plural(case.run.num_steps, 'step')}: growth needs {LEAST_STEPS} to show.")
+    return found
 
 
 @rule
