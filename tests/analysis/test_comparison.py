@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from stepscope.analysis.comparison.subjects import pair_points
 from stepscope.analysis.comparison.sweeps import sweep_of
 from stepscope.analysis.time.statistics import quantile
 from stepscope.api import compare
+from stepscope.document.comparison import headline
 from stepscope.errors import UsageError
 from trace_builder import TraceBuilder
 
@@ -264,3 +266,17 @@ def test_points_are_paired_by_hash_and_then_by_what_the_comparison_is_about():
     mixed = points({"s": 1, "a": "naive"}, {"s": 2, "a": "sdpa"}, {"s": 9, "a": "sdpa"})
     assert pair_points(base, mixed) == ([(0, 0), (1, 1), (2, 2)], ("a",))
     assert pair_points(base, points({"s": 1, "a": "sdpa"}, {"s": 2, "a": "flex"})) == ([], ())
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.0, "faster"), (0.05, "faster"), (0.5, "no difference shown")])
+def test_what_others_may_have_taken_is_in_the_interval(share, verdict):
+    """Steps of 7 instead of 10 ms; the first run waited for a CPU core that others used."""
+    base, new = subject(), subject(tuple(ns * 0.7 for ns in STEADY))
+    base = replace(base, measures={"step_time": replace(base.measures["step_time"], others_share=share)})
+    change = compare_pair(base, new).change("step_time")
+
+    assert change.verdict == verdict and change.low <= change.share <= change.high
+    assert change.high >= 0.7 / (1 - share) - 1
+    assert change.others_shares == ((share, 0.0) if share else None)
+    said = headline(Comparison("recording", "a", "b", 0.02, (compare_pair(base, new),), (), (), ()))
+    assert ("training waited for one 50 % of the time (base) and 0 % (new)" in said) is (share == 0.5)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
-from stepscope.formatting import safe, whole_percent
+from stepscope.formatting import plural, safe, whole_percent
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification
@@ -58,7 +58,7 @@ def verify(
     need_torch()
     from statistics import geometric_mean
 
-    from stepscope.analysis.comparison.verification import Plan, Verification, steps_ns
+    from stepscope.analysis.comparison.verification import MIN_ROUNDS, Plan, Verification, steps_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
     from stepscope.findings.fixes import parse_fix
     from stepscope.recorder.files import write_json
@@ -76,6 +76,8 @@ def verify(
     chosen = [parse_fix(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
     session: Session | None = None
     warnings: list[str] = []
+    if rounds < MIN_ROUNDS and warn is not None:
+        warn(f"{plural(rounds, 'round')} cannot rule out chance: a verdict needs --rounds {MIN_ROUNDS} or more")
     if not is_module and Path(target).is_dir():
         session = open_session(target)
         command = recorded_command(Path(target), session.recording.facts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from stepscope.analysis.comparison import losses as gate
 from stepscope.analysis.comparison import verification as verify
 from stepscope.analysis.comparison.losses import LossCheck
-from stepscope.analysis.comparison.metrics import METRICS
+from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE
 from stepscope.analysis.comparison.verification import Expected, Verification, Verified
 from stepscope.document.comparison import change_text, figure, interval_text, p_text, signed
 from stepscope.document.model import Document, Fact, Facts, Section
@@ -51,7 +51,10 @@ def _sentence(each: Verified) -> str:
     before, after = figure(change.base, change.unit), figure(change.new, change.unit)
     what = "a step takes" if each.saving_ns is not None else f"{METRICS[change.metric].title} are"
     took = f"{what} {after} instead of {before}, {change_text(change)}"
-    return f"{each.fix} is faster: {took}." if each.status == verify.FASTER else f"{each.fix}: {each.status}; {took}."
+    if each.status == verify.FASTER:
+        return f"{each.fix} is faster: {took}."
+    within = f" (95 % interval {interval_text(change)})" if each.status == NO_DIFFERENCE else ""
+    return f"{each.fix}: {each.status}; {took}{within}."
 
 
 def _verdict(each: Verified) -> str:

@@ -122,7 +122,8 @@ def _recording(session: Session) -> Subject:
             missing["memory"] = NO_MEMORY.format(folder=session.path)
     except StepscopeError as error:
         missing["memory"] = str(error)
-    subject = recording_subject(recording, summary, account, missing)
+    others_share = session.run.share_of_others
+    subject = recording_subject(recording, summary, account, missing, others_share)
     subject = replace(subject, notes=(*subject.notes, *session.run.problems))
     rank = (recording.facts.get("environment") or {}).get("rank") or 0
     clean_ns = None if summary.step_ns is None else summary.step_ns.median

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from stepscope.analysis.comparison.significance import MIN_RUNS, MIN_SAMPLES, difference, difference_of_runs
+from stepscope.analysis.comparison.significance import (
+    MIN_RUNS,
+    MIN_SAMPLES,
+    difference,
+    difference_of_runs,
+    with_waits,
+)
 from stepscope.analysis.time.statistics import quantile
 
 THRESHOLD_SHARE = 0.02  # smaller changes are of no practical importance, even if significant (`--threshold`)
@@ -52,6 +58,7 @@ class Measure:
     """Times of single steps in order, from which the value follows; None if there is one figure per run and no test.
     """
     of: str = STEPS  # what a sample is: a step, or a whole run by its value (the inverse for a rate)
+    others_share: float = 0.0  # of the times, in which training waited for CPU cores that other processes used too
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,9 @@ class Change:
     num_samples: tuple[int, int] | None  # on each side; null if there is one figure per run
     samples_are: str | None  # `steps`; `runs` if a side has several; null if there are none
     detectable_share: float | None  # the smallest change that would be detected with 80 % probability
+    others_shares: tuple[float, float] | None
+    """Shares of the times in which training waited for CPU cores that other processes used too, as the interval
+    includes them; null if neither side did, and for runs."""
     is_significant: bool | None  # whether p < 0.05 and the interval excludes 0
     is_worse: bool  # whether it got worse, by any amount
     verdict: str
@@ -83,7 +93,7 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
     is_large = new.value != base.value and (share is None or abs(share) > threshold_share)
     fell, rose = metric.words
     verdict = (rose if new.value > base.value else fell) if is_large else SAME
-    found = num_samples = None
+    found = num_samples = others_shares = None
     ends: tuple[float | None, float | None] = (None, None)
     if base.samples is not None and new.samples is not None:
         num_samples = len(base.samples), len(new.samples)
@@ -93,6 +103,9 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
             is_of_runs = base.of == RUNS
             sides = [side.samples or () if is_of_runs else _costs(metric, side) for side in (base, new)]
             found = (difference_of_runs if is_of_runs else difference)(*sides)
+            if not is_of_runs and max(base.others_share, new.others_share) > 0:
+                others_shares = base.others_share, new.others_share
+                found = with_waits(found, *others_shares)
             ends = (1 / found.high - 1, 1 / found.low - 1) if metric.is_rate else (found.low - 1, found.high - 1)
             verdict = verdict if found.is_significant and is_large else NO_DIFFERENCE
     return Change(
@@ -108,6 +121,7 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
         num_samples=num_samples,
         samples_are=None if num_samples is None else base.of,
         detectable_share=None if found is None else max(threshold_share, found.detectable_share),
+        others_shares=others_shares,
         is_significant=None if found is None else found.is_significant,
         is_worse=(new.value > base.value) == metric.is_lower_better and new.value != base.value,
         verdict=verdict,

@@ -7,7 +7,7 @@ import math
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stepscope.analysis.time.statistics import quantile
@@ -62,6 +62,17 @@ def difference(base: Sequence[float], new: Sequence[float]) -> Difference:
         p_value=mann_whitney(first, second),
         detectable_share=math.expm1(_DETECTABLE * error),
     )
+
+
+def with_waits(found: Difference, base_share: float, new_share: float) -> Difference:
+    """Return a difference whose interval includes what shares of the times may be due to other processes.
+
+    >>> found = Difference(0.5, 0.45, 0.55, p_value=0.001, detectable_share=0.1)
+    >>> wider = with_waits(found, base_share=0.5, new_share=0.2)
+    >>> round(wider.low, 2), round(wider.high, 2), wider.is_significant
+    (0.36, 1.1, False)
+    """
+    return replace(found, low=found.low * (1 - new_share), high=found.high / (1 - base_share))
 
 
 def difference_of_runs(base: Sequence[float], new: Sequence[float]) -> Difference:

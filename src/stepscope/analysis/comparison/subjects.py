@@ -29,20 +29,28 @@ _NEW_EACH_TIME = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")  # torchrun 
 
 
 def recording_subject(
-    recording: Recording, summary: Summary, memory: Account | None, missing: Mapping[str, str]
+    recording: Recording,
+    summary: Summary,
+    memory: Account | None,
+    missing: Mapping[str, str],
+    others_share: float = 0.0,
 ) -> Subject:
-    """Return a recording's subject; `missing` has the reason for a missing memory account, by table."""
+    """Return a recording's subject; `missing` has the reason for a missing memory account, by table.
+
+    `others_share` is the share of time in which training waited for CPU cores that other processes used too.
+    """
     measures: dict[str, Measure] = {}
     lacks = dict(missing)
     samples = tuple(float(ns) for ns in clean_step_ns(recording))
+    waits = others_share if (recording.facts.get("environment") or {}).get("device") == "cpu" else 0.0
     if summary.step_ns is None or summary.step_ns.median <= 0 or min(samples) <= 0:
         lacks["step_time"] = "no clean step was timed: let stepscope run --clean 20 SCRIPT run that far"
     else:
-        measures["step_time"] = Measure(summary.step_ns.median, samples)
+        measures["step_time"] = Measure(summary.step_ns.median, samples, others_share=waits)
         if summary.throughput is not None and summary.throughput.per_s > 0:
-            measures[f"{summary.throughput.unit}_per_second"] = Measure(summary.throughput.per_s, samples)
+            measures[f"{summary.throughput.unit}_per_second"] = Measure(summary.throughput.per_s, samples, others_share=waits)
         if summary.mfu is not None and summary.mfu.share > 0:
-            measures["mfu"] = Measure(summary.mfu.share, samples)
+            measures["mfu"] = Measure(summary.mfu.share, samples, others_share=waits)
     facts = recording.facts.get("memory") or {}
     # On a CPU, tensor memory is not counted: the memory window's account is the peak.
     peak = facts.get("peak_allocated_bytes", None if memory is None else memory.peak_bytes)

@@ -12,6 +12,7 @@ from stepscope.trace.recording import StepSample
 
 MOST_BLOCKS = 500
 """Blocks that exact steps are joined into."""
+_LEAST_OTHERS = 0.05  # of all cores: every machine has a few other processes
 FREE = "free"
 RESTART = "restart"
 
@@ -86,6 +87,13 @@ class Run:
         """The share of time in which training waited for a CPU core, as a rule; None if it was not read."""
         track = self.tracks.get("core_wait_share")
         return median(track.values) if track is not None and track.values else None
+
+    @property
+    def share_of_others(self) -> float:
+        """The share of time in which training waited for a CPU core, if other processes used the cores too; else 0."""
+        others = self.tracks.get("others_share")
+        is_shared = others is not None and bool(others.values) and median(others.values) >= _LEAST_OTHERS
+        return (self.core_wait_share or 0.0) if is_shared else 0.0
 
     @property
     def num_steps(self) -> int:
