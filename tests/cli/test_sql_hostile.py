@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 import polars as pl
@@ -103,7 +104,12 @@ def test_no_text_reads_a_file_or_sends_a_request(secrets):
     """GIVEN each function and quoting, in each place of a query, THEN nothing of a file and no request comes out."""
     requests: list[object] = []
     server = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=lambda: requests.append(server.accept()), daemon=True).start()
+
+    def listen() -> None:
+        with suppress(OSError):  # it is closed in the end
+            requests.append(server.accept())
+
+    threading.Thread(target=listen, daemon=True).start()
     address = f"http://127.0.0.1:{server.getsockname()[1]}/secret.parquet"
     paths = [*map(str, secrets), str(secrets[0].parent / "*"), address, "/dev/stdin", "/proc/self/environ", "~/x.csv"]
     queries = [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepscope.errors import UsageError
+from stepscope.errors import Unavailable, UsageError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -105,10 +105,21 @@ def diagnose(
     from stepscope.session import open_session
 
     spread = spread_over(on, engine)
-    case = open_session(path, rank=rank, use_cache=use_cache, progress=progress, spread=spread).case
+    session = open_session(path, rank=rank, use_cache=use_cache, progress=progress, spread=spread)
+    case = session.case
+    need_steps(session)
     from stepscope.findings.diagnose import diagnose as findings_of
 
     return findings_of(case, [ignore] if isinstance(ignore, str) else ignore)
+
+
+def need_steps(session: Session) -> None:
+    """Raise Unavailable for a recording without a step: it has nothing that could be right or wrong."""
+    if not session.case.has_recording or session.summary.num_steps or session.recording.facts.get("trace"):
+        return
+    from stepscope.document.verdict import verdict
+
+    raise Unavailable(f"{session.path} has no training step. {verdict(session.recording, session.summary)}")
 
 
 def what_if(

@@ -70,8 +70,10 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         replayed = what_if(case, scale, dropped, host, not arguments.no_waits, arguments.clean)
         print_answer(replayed, arguments.json)
         return
+    from stepscope.api.reading import need_steps
     from stepscope.findings.diagnose import diagnose
 
+    need_steps(session)
     if not arguments.json:  # Polars' queries release the interpreter too
         import_beside("stepscope.document.findings", "stepscope.render.terminal")
     diagnosis = diagnose(case, set(words(arguments.ignore)))

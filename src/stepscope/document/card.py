@@ -71,7 +71,7 @@ class Card(Shown):
         return cls(
             recording=recording,
             summary=summary,
-            verdict=verdict(recording, summary),
+            verdict=verdict(recording, summary) + whole_run.waits_sentence(recording),
             run=tuple(_run(recording)),
             figures=(*measured, *whole_run.facts(has_history)),
             measurement=(

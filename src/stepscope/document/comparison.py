@@ -115,7 +115,7 @@ def _however(pair: Pair, change: Change) -> str:
     rate = pair.change("tokens_per_second") or pair.change("samples_per_second")
     if rate is None or rate.share is None or change.share is None or rate.verdict == change.verdict:
         return ""
-    if any(each.what == "tokens" for each in pair.allowed):  # another number of tokens is what was changed
+    if change.is_disturbed or any(each.what == "tokens" for each in pair.allowed):
         return ""
     is_against = change.verdict == NO_DIFFERENCE or rate.share * change.share > 0
     if not is_against or abs(rate.share) <= CONTRADICTS_SHARE:
@@ -125,15 +125,15 @@ def _however(pair: Pair, change: Change) -> str:
 
 
 def _why_none(change: Change, threshold_share: float) -> str:
+    if change.is_disturbed and change.others_shares is not None:
+        base, new = map(whole_percent, change.others_shares)
+        return (
+            f"Other processes used the CPU cores: training waited for one {base} of the time (base) and {new} (new). "
+            "Compare several runs of each, made in turns: --base … --new …"
+        )
     if change.is_significant:
         return f"The change is larger than the noise but below the threshold of {percent(threshold_share)}."
     power = f"These samples detect a change of {percent(change.detectable_share or 0.0)} four times out of five."
-    if change.others_shares is not None:
-        base, new = map(whole_percent, change.others_shares)
-        return (
-            f"Other processes used the CPU cores: training waited for one {base} of the time (base) and {new} (new), "
-            "and the interval includes that. Compare several runs of each, made in turns: --base … --new …"
-        )
     if change.p_value is not None and change.p_value < SIGNIFICANCE:
         return f"The rank test detects a change, but the interval of the medians includes 0. {power}"
     return power

@@ -40,11 +40,11 @@ def verdict(recording: Recording, summary: Summary) -> str:
     typical = milliseconds(summary.step_ns.median, noise)
     what_else = what_adds(summary)
     step = rounded(summary.loop.step_ns) if summary.loop is not None and what_else else typical
-    sentence = f"A step takes {step}"
+    sentence = f"A step takes {step}{' on average' * bool(what_else)}"
     if summary.throughput is not None:
         sentence += f" ({significant(summary.throughput.per_s)} {summary.throughput.unit}/s)"
     if what_else:
-        sentence += f" of wall-clock time, a typical step {typical}: {what_else}. Of the typical step"
+        sentence += f": {typical} typically, {what_else}. Of a typical step"
     clauses = []
     shares = {row.name: row.share for row in summary.rows}
     if IDLE in shares:
@@ -73,13 +73,14 @@ def what_adds(summary: Summary) -> str:
     if loop is None or typical is None or abs(loop.step_ns - typical.median) <= DIFFERS * typical.median:
         return ""
     added = sorted(loop.between_ns.items(), key=lambda item: -item[1])
-    texts = [f"{name} adds {rounded(ns)}" for name, ns in added if ns > DIFFERS * typical.median]
+    texts = [f"{rounded(ns)} for {name}" for name, ns in added if ns > DIFFERS * typical.median]
     rest = loop.step_ns - sum(loop.between_ns.values()) - typical.median
     if abs(rest) > DIFFERS * typical.median:
-        texts.append(f"slower steps add {rounded(rest)}" if rest > 0 else f"faster steps take off {rounded(-rest)}")
+        more, which = ("more", "slower") if rest > 0 else ("less", "faster")
+        texts.append(f"{rounded(abs(rest))} {more} because some steps are {which}")
     if not texts:
-        return "what lies between steps adds up"
-    return f"per step, {', '.join(texts)} on average"
+        return "and the rest for what lies between steps"
+    return f"and {' and '.join(texts)}"
 
 
 def rounded(ns: float) -> str:
@@ -102,6 +103,8 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
         if recording.status == "interrupted":
             return "Nothing was measured: the script has not imported torch yet, or was stopped before."
         return "Nothing was measured: the script never imported torch. Name the script that trains."
+    if recording.status == "failed":
+        return f"The script ended before its first step{_how_it_failed(recording)}. Run it again once that is mended."
     if num_children := recording.facts.get("num_child_processes") or 0:
         return (
             f"No step was found in this process or in the {plural(num_children, 'process', 'processes')} it started. "
@@ -111,6 +114,11 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
         "No step was found: no optimizer stepped, no parameter changed after a backward, and no module was called. "
         "Call stepscope.step() at the end of your loop."
     )
+
+
+def _how_it_failed(recording: Recording) -> str:
+    code = recording.facts.get("exit_code")
+    return f", with exit code {code}: its own message says why" if isinstance(code, int) else ""
 
 
 def trace_verdict(account: RankAccount) -> str:

@@ -13,9 +13,11 @@ from stepscope.findings.over_time import findings_over_time
 from stepscope.formatting import percent, plural, significant, size, span
 from stepscope.session import Session
 from stepscope.session.goodput import goodput_of, job_of
+from stepscope.trace.recording import Recording
 
 _MOST_LOSSES = 4
 _LEAST_WAIT = 0.05
+_MUCH_WAIT = 0.1
 _LEAST_LOSS = 0.001  # of the wall-clock time
 
 
@@ -53,6 +55,13 @@ class WholeRun:
     @property
     def problems(self) -> tuple[Fact, ...]:
         return tuple(Fact(finding.id, finding.sentence) for finding in self.findings)
+
+    def waits_sentence(self, recording: Recording) -> str:
+        """Return that training waits for CPU cores, if its device is the CPU and its times are longer for it."""
+        device, share = (recording.facts.get("environment") or {}).get("device"), self.core_wait_share or 0.0
+        if device != "cpu" or share < _MUCH_WAIT:
+            return ""
+        return f" Training waits {percent(share)} of the time for a CPU core: every time here is longer for it."
 
     def facts(self, is_whole: bool = True) -> Iterator[Fact]:
         """Yield its time, its memory and its cost; without `is_whole`, its time is unknown."""

@@ -178,7 +178,7 @@ def _interrupted(run: Run, kind: str, what: str, fix: str) -> list[Finding]:
 
 def _interruption(run: Run, found: Interruption, what: str, fix: str) -> Finding:
     where = f" ({found.places[0]})" if found.places else ""
-    often = f", every {significant(found.every)} steps" if found.every and found.every >= 2 else ""
+    often = f", every {significant(found.every)} steps" if found.every and found.every >= 2 and found.num > 2 else ""
     each_ns = found.total_ns / found.num
     longest = ""
     if found.longest_ns is not None and found.longest_step is not None and found.longest_ns > 2 * each_ns:

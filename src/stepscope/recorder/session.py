@@ -361,6 +361,7 @@ class Session:
                 self._on_roots(roots.replaceable)
         if self._window == finished:
             return
+        self._run.border()
         optimizers = loop.optimizers.values()
         remove_all(self._trace_handles)
         loop.observer = None
@@ -372,8 +373,7 @@ class Session:
         probes.enter(self._window, roots.modules, optimizers)
         loop.observer = probes.memory.ledger
         if self._window == windows.FREE:
-            # Keep to the host's clock and to what is cheap.
-            loop.is_free = self._samples.waits = True
+            loop.is_free = self._samples.waits = True  # keep to the host's clock and to what is cheap
             self._clock.use_device(None)
             self._free_ns = time.perf_counter_ns()
             self._run.free_running_begins()

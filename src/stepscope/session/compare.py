@@ -122,7 +122,7 @@ def _recording(session: Session) -> Subject:
             missing["memory"] = NO_MEMORY.format(folder=session.path)
     except StepscopeError as error:
         missing["memory"] = str(error)
-    others_share = session.run.share_of_others
+    others_share = session.run.share_of_others([sample.step for sample in recording.window("clean")])
     subject = recording_subject(recording, summary, account, missing, others_share)
     subject = replace(subject, notes=(*subject.notes, *session.run.problems))
     rank = (recording.facts.get("environment") or {}).get("rank") or 0

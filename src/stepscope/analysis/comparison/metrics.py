@@ -20,6 +20,8 @@ NO_DIFFERENCE, TOO_FEW, SAME = "no difference shown", "too few samples", "same"
 STEPS, RUNS = "steps", "runs"
 # Correlation of neighboring steps that chance exceeds with at most 5 % probability, for 20 or more steps.
 _CORRELATED = 1.645
+# Where a thread waits, others of the same step wait for it, and caches are shared: the whole effect is larger.
+MOST_OTHERS_SHARE = 0.1
 FEWEST = {STEPS: MIN_SAMPLES, RUNS: MIN_RUNS}  # samples needed on each side for a verdict
 
 
@@ -80,12 +82,22 @@ class Change:
     detectable_share: float | None  # the smallest change that would be detected with 80 % probability
     others_shares: tuple[float, float] | None
     """Shares of the times in which training waited for CPU cores that other processes used too, as the interval
-    includes them; null if neither side did, and for runs."""
+    includes them; null if neither side did, and for runs. From 10 % on, no difference is shown."""
     is_significant: bool | None  # whether p < 0.05 and the interval excludes 0
     is_worse: bool  # whether it got worse, by any amount
     verdict: str
     """`faster` or `slower` (for others `less`, `more`, `fewer`, `higher`, `lower`) if the change is significant and
     beyond the threshold; otherwise `no difference shown`, `too few samples`, or, for single figures, `same`."""
+
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes took so much that two single runs cannot be compared."""
+        return is_much(self.others_shares)
+
+
+def is_much(others_shares: tuple[float, float] | None) -> bool:
+    return others_shares is not None and max(others_shares) >= MOST_OTHERS_SHARE
 
 
 def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: float) -> Change:
@@ -107,7 +119,8 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
                 others_shares = base.others_share, new.others_share
                 found = with_waits(found, *others_shares)
             ends = (1 / found.high - 1, 1 / found.low - 1) if metric.is_rate else (found.low - 1, found.high - 1)
-            verdict = verdict if found.is_significant and is_large else NO_DIFFERENCE
+            is_shown = found.is_significant and is_large and not is_much(others_shares)
+            verdict = verdict if is_shown else NO_DIFFERENCE
     return Change(
         metric=metric.name,
         unit=metric.unit,

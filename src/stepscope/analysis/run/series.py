@@ -12,6 +12,7 @@ from stepscope.trace.recording import StepSample
 
 MOST_BLOCKS = 500
 """Blocks that exact steps are joined into."""
+_FEWEST_VALUES = 8
 _LEAST_OTHERS = 0.05  # of all cores: every machine has a few other processes
 FREE = "free"
 RESTART = "restart"
@@ -60,6 +61,20 @@ class Track:
         begin, end = bisect_left(self.steps, first), bisect_left(self.steps, last)
         return sum(self.values[begin:end]) / (end - begin) if end > begin else None
 
+    def at(self, step: int) -> float | None:
+        """Return the first value at a step or after it: readings are of the steps before them."""
+        place = bisect_left(self.steps, step)
+        return self.values[place] if place < len(self.values) else None
+
+    def rises_by(self, per_step: float) -> bool | None:
+        """Return whether the figure rises by so much per step from its first quarter to its last; None if too few
+        values are known."""
+        if len(self.values) < _FEWEST_VALUES:
+            return None
+        part = len(self.values) // 4
+        begin, end = ((median(known[:part]), median(known[-part:])) for known in (self.steps, self.values))
+        return end[1] - end[0] >= per_step * (begin[1] - begin[0])
+
 
 @dataclass(frozen=True)
 class Run:
@@ -88,12 +103,14 @@ class Run:
         track = self.tracks.get("core_wait_share")
         return median(track.values) if track is not None and track.values else None
 
-    @property
-    def share_of_others(self) -> float:
-        """The share of time in which training waited for a CPU core, if other processes used the cores too; else 0."""
-        others = self.tracks.get("others_share")
-        is_shared = others is not None and bool(others.values) and median(others.values) >= _LEAST_OTHERS
-        return (self.core_wait_share or 0.0) if is_shared else 0.0
+    def share_of_others(self, steps: Sequence[int]) -> float:
+        """Return the share of time in which training waited for a CPU core in some steps, if other processes used the
+        cores too; else 0."""
+        waits, others = self.tracks.get("core_wait_share"), self.tracks.get("others_share")
+        if waits is None or others is None or not steps:
+            return 0.0
+        known = [waits.at(step) or 0.0 for step in steps if (others.at(step) or 0.0) >= _LEAST_OTHERS]
+        return sum(known) / len(steps)
 
     @property
     def num_steps(self) -> int:

@@ -1,7 +1,6 @@
 """Rules about memory: logits, checkpointing, fragmentation, leaks and the driver's allocator."""
 
 from dataclasses import replace
-from statistics import median
 
 import polars as pl
 
@@ -16,7 +15,6 @@ from stepscope.formatting import plural, size, whole_percent
 _WORTH_SHARE = 0.05  # of the peak; smaller savings are not reported
 _LEAST_BYTES = 256 << 20
 _BLOCK_BYTES = 512  # the allocator rounds up to this
-_FEWEST_LEVELS = 8  # of memory in the course of the run, which show whether it rises
 _RETRIES_PER_STEP = 0.5  # an occasional retry while the cache fills is normal
 
 
@@ -265,8 +263,9 @@ _MANY_STEPS = 1000  # growth that doubles the peak within so many steps is repor
 def memory_growth(case: Case) -> list[Finding]:
     """Does every step leave memory behind, or keep an earlier step's graph alive?"""
     growth, memory = case.memory_growth, case.memory
-    if growth is None or not _rises(case, growth.bytes_per_step):
-        return _kept(memory)
+    levels = case.run.tracks.get("allocated_bytes") if case.has_recording else None
+    if growth is None or (levels is not None and levels.rises_by(growth.bytes_per_step / 2) is False):
+        return _kept(memory)  # a tensor that the next step replaces looks like one that is left behind
     held = max(growth.held_bytes or 0, _in_graphs(memory))
     is_graph = any(left.num_tensors > 1 for left in memory.left_alive)
     is_much = held >= _PEAK_SHARE * memory.peak_bytes or growth.bytes_per_step * _MANY_STEPS >= memory.peak_bytes
@@ -284,9 +283,8 @@ def memory_growth(case: Case) -> list[Finding]:
         so_far = f"Earlier steps left {size(held)}, up to {plural(num, 'tensor')} of the same kind, of"
     fix = "keep numbers, not tensors: losses.append(loss.item()); for tensors: .detach().cpu(), and clear the list"
     return one_finding(
-        sentence=f"Every step leaves {size(growth.bytes_per_step)} of memory behind, mostly from {what}"
-        f"{shape}{f', held by {where}' if where else ''}"
-        f"{' in a graph that is never freed' if is_graph else ''}. {so_far} the "
+        sentence=f"Every step leaves {size(growth.bytes_per_step)} of memory behind, mostly from {what}{shape}"
+        f"{f', held by {where}' if where else ''}{' in a graph that is never freed' if is_graph else ''}. {so_far} the "
         f"{size(memory.peak_bytes)} peak.",
         fix=fix if where else f"{fix}  # stepscope run --memory train.py names the variable",
         saving_bytes=held or growth.bytes_per_step,
@@ -296,19 +294,6 @@ def memory_growth(case: Case) -> list[Finding]:
         places=() if growth.kept is None else case.host_places(growth.kept),
         evidence=(Evidence("memory left behind per step", growth.rows[:8]), *_graphs(memory)),
     )
-
-
-def _rises(case: Case, bytes_per_step: int) -> bool:
-    """Return whether the memory of the whole run rises by half of that per step at least, or is unknown.
-
-    A tensor that the next step replaces looks like one that is left behind.
-    """
-    track = case.run.tracks.get("allocated_bytes") if case.has_recording else None
-    if track is None or len(track.steps) < _FEWEST_LEVELS:
-        return True
-    part = len(track.steps) // 4
-    begin, end = ((median(known[:part]), median(known[-part:])) for known in (track.steps, track.values))
-    return end[1] - end[0] >= bytes_per_step / 2 * (begin[1] - begin[0])
 
 
 def _kept(memory: Account) -> list[Finding]:

@@ -239,12 +239,32 @@ def mostly_zeros(case: Case) -> list[Finding]:
     """On a CPU: do matrix products multiply by matrices that are nearly all zeros?"""
     ops = ops_of(case)
     products = ops.filter(pl.col("zero_share") >= _MOSTLY_ZERO)
+    places = products.filter(PHASE != BACKWARD)["place"].drop_nulls().unique()
+    of_matrix = pl.col("place").is_in(places.implode())
+    # What makes such a matrix, on the same line: one_hot, a cast. Its backward multiplies by it again.
+    makers = ops.filter(of_matrix, PHASE != BACKWARD, pl.col("zero_share") == 0)
+    return [
+        *_zeros(
+            case,
+            pl.concat([products.filter(of_matrix), makers]),
+            "a matrix that is",
+            "nn.Embedding instead of one_hot and a product  # {}; or weight[index], index_add, a sparse matrix",
+        ),
+        *_zeros(
+            case,
+            products.filter(~of_matrix.fill_null(False)),
+            "gradients that are",
+            "compute only the positions that the loss uses, as in hidden = hidden[:, 0], before the last layers  # {}",
+        ),
+    ]
+
+
+def _zeros(case: Case, ops: pl.DataFrame, what: str, fix: str) -> list[Finding]:
+    """Return the finding for products with a matrix of zeros, with the ops that make it, if they take long enough."""
+    products = ops.filter(pl.col("zero_share") >= _MOSTLY_ZERO)
     if products.is_empty():
         return []
-    places = products["place"].drop_nulls().unique()
-    # What makes such a matrix, on the same line: one_hot, a cast.
-    makers = ops.filter(pl.col("place").is_in(places.implode()), PHASE != BACKWARD, pl.col("zero_share") == 0)
-    work = _work_of(case, pl.concat([products, makers]))
+    work = _work_of(case, ops)
     made = work.filter(~pl.col("class").cast(pl.String).is_in(_PRODUCTS))
     multiplied = work.filter(pl.col("class").cast(pl.String).is_in(_PRODUCTS))
     shares = dict(products.select("row", "zero_share").iter_rows())
@@ -253,19 +273,19 @@ def mostly_zeros(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(case.without(made["event"], left))
     if not case.is_worth(saving_ns):
         return []
-    table = lines_of(case, pl.concat([products, makers]))
+    table = lines_of(case, ops)
     share = float(products["zero_share"].min())  # type: ignore[arg-type]
+    making = " with making that matrix," if made.height else ""
     return one_finding(
-        sentence=f"{_number(case, products, 'matrix product')} per step multiply by a matrix that is "
-        f"{100 * share:.1f} % zeros: with making that matrix, {case.cost_text(float(saving_ns))} is spent on zeros. "
-        f"They are at {lines_text(table)}.",
-        fix=f"nn.Embedding instead of one_hot and a product  # {first_line(table)}; or weight[index], index_add, a "
-        "sparse matrix",
+        sentence=f"{_number(case, products, 'matrix product')} per step multiply by {what} "
+        f"{100 * share:.1f} % zeros:{making} {case.cost_text(float(saving_ns))} "
+        f"is spent on zeros. They are at {lines_text(table)}.",
+        fix=fix.format(first_line(table)),
         saving_ns=saving_ns,
-        derived="the time of these products times the share of zeros, which was counted in one step, and of the ops "
-        "on their lines that make the matrix",
+        derived="the time of these products times the share of zeros, which was counted in one step"
+        + (", and of the ops on their lines that make the matrix" if making else ""),
         confidence="high",
-        falsified_by="look up the rows instead; the finding is wrong if the step is as long",
+        falsified_by="leave the zeros out; the finding is wrong if the step is as long",
         places=case.places(work["event"]),
         evidence=(Evidence("lines that multiply by zeros", table.head(8).to_dicts()),),
     )

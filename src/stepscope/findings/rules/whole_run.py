@@ -1,5 +1,7 @@
 """Rules about the whole run: what changes from its first step to its last, and what interrupts it."""
 
+from dataclasses import replace
+
 from stepscope.findings.rule import Case, Finding, Unavailable, rule
 from stepscope.formatting import plural
 
@@ -41,13 +43,19 @@ def memory_creep(case: Case) -> list[Finding]:
 @rule
 def checkpoint_cost(case: Case) -> list[Finding]:
     """Do checkpoints take a noticeable part of the run?"""
-    return _found(case, "checkpoint_cost")
+    return _per_step(case, _found(case, "checkpoint_cost"), "checkpoint")
 
 
 @rule
 def evaluation_cost(case: Case) -> list[Finding]:
     """Do evaluations take a noticeable part of the run?"""
-    return _found(case, "evaluation_cost")
+    return _per_step(case, _found(case, "evaluation_cost"), "evaluation")
+
+
+def _per_step(case: Case, findings: list[Finding], kind: str) -> list[Finding]:
+    """Return findings whose saving is what the average step has of it: the first time may compile, or open files."""
+    share_ns = case.summary.loop.between_ns.get(kind) if case.summary.loop is not None else None
+    return [replace(finding, saving_ns=share_ns or finding.saving_ns) for finding in findings]
 
 
 @rule

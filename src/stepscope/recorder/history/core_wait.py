@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 PERIOD_NS = 250_000_000  # between two readings
+_NEVER = 2**63
 STAT = Path("/proc/stat")
 
 
@@ -21,9 +22,10 @@ class CoreTimes:
     def __init__(self) -> None:
         self._due_ns = 0
 
-    def read(self, now_ns: int) -> tuple[int, int] | None:
-        """Return the ns on a core and waiting for one; None if that was read lately, or the kernel does not say."""
-        if now_ns < self._due_ns:
+    def read(self, now_ns: int, is_due: bool = False) -> tuple[int, int] | None:
+        """Return the ns on a core and waiting for one; None if the kernel does not say, or if that was read lately and
+        is not due."""
+        if now_ns < self._due_ns and not (is_due and self._due_ns < _NEVER):
             return None
         self._due_ns = now_ns + PERIOD_NS
         try:
@@ -33,7 +35,7 @@ class CoreTimes:
             finally:
                 os.close(descriptor)
         except (OSError, ValueError, IndexError):
-            self._due_ns = 2**63
+            self._due_ns = _NEVER
             return None
 
 

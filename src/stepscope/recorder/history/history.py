@@ -135,12 +135,14 @@ class History:
         if end_ns - block.start_ns >= length_ns:
             self._end_block(block)
 
-    def core_times(self, now_ns: int, on_ns: int, waited_ns: int) -> None:
-        """Note how long the thread that trains has run and waited, after its last step; a block may end with it."""
+    def core_times(self, now_ns: int, on_ns: int, waited_ns: int, at_border: bool = False) -> None:
+        """Note how long the thread that trains has run and waited, after its last step; a block may end with it, and
+        does `at_border`, where a window ends."""
         block, earlier = self._block, self._core_times
-        if earlier is None:
+        is_quiet = block is not None and block.window in _UNDISTURBED
+        if earlier is None or (at_border and not is_quiet):
             self._core_times = now_ns, on_ns, waited_ns
-        elif block is not None and block.end_ns - block.start_ns >= self._length_ns(block.end_ns):
+        elif block is not None and (at_border or block.end_ns - block.start_ns >= self._length_ns(block.end_ns)):
             passed_ns = max(1, now_ns - earlier[0])
             ns = {"core_share": on_ns - earlier[1], "core_wait_share": waited_ns - earlier[2]}
             self._core_times = now_ns, on_ns, waited_ns

@@ -77,10 +77,10 @@ class Samples:
         """Write an event of the history."""
         self._put(self._event, kind, step, start_ns, ns, details)
 
-    def add_core_times(self, now_ns: int, on_ns: int, waited_ns: int) -> None:
+    def add_core_times(self, now_ns: int, on_ns: int, waited_ns: int, at_border: bool) -> None:
         """Note how long the thread that trains has run on a core and waited for one, after the steps so far."""
         if self._history is not None:
-            self._queue.append((self._history.core_times, (now_ns, on_ns, waited_ns)))
+            self._queue.append((self._history.core_times, (now_ns, on_ns, waited_ns, at_border)))
 
     def restart(self, reason: str) -> None:
         """Void all steps so far."""

@@ -148,8 +148,15 @@ class WholeRun:
     def look(self, now_ns: int) -> None:
         """Read what only the thread that trains can, at the end of a step of free running."""
         self.losses.look(now_ns)
-        if (times := self._core_times.read(now_ns)) is not None:
-            self.samples.add_core_times(now_ns, *times)
+        self._read_core_times(now_ns)
+
+    def border(self) -> None:
+        """Note where a window ends, for what is counted from reading to reading."""
+        self._read_core_times(time.perf_counter_ns(), at_border=True)
+
+    def _read_core_times(self, now_ns: int, at_border: bool = False) -> None:
+        if (times := self._core_times.read(now_ns, at_border)) is not None:
+            self.samples.add_core_times(now_ns, *times, at_border)
 
     def free_running_begins(self) -> None:
         """Look up what the writer's thread must not ask CUDA for."""
