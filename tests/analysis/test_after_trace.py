@@ -1,8 +1,9 @@
-"""Launches cost more once a GPU was traced: free steps after it are told without that, within what launches can cost."""
+"""Launches cost more once a GPU was traced: free steps are told without that, within what launches can cost."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -30,7 +31,7 @@ def recorded(tmp_path):
             else:
                 late = round(longer_ms * MS) if step > first_traced else 0
                 lines.append(sample(step, "free", host_ns={"data": MS, "unattributed": passes - MS + late}))
-        for before, line in zip(lines, lines[1:]):
+        for before, line in pairwise(lines):
             line["start_ns"] = before["start_ns"] + before["wall_ns"]
         facts = gpu_facts()
         facts["trace"]["num_kernels"] = launches * facts["trace"]["num_steps"]

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import polars as pl

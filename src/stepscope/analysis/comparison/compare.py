@@ -329,7 +329,8 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
         return result(FAILED if worse else PASSED, "it was 0 before" if worse else "no worse")
     detectable = change.detectable_share or 0.0
     if change.is_disturbed:
-        return result(UNDECIDED, "other processes used the CPU cores: record several runs of each in turns", change.share)
+        reason = "other processes used the CPU cores: record several runs of each in turns"
+        return result(UNDECIDED, reason, change.share)
     if change.is_significant is False and detectable > gate.limit_share:
         reason = f"changes below {100 * detectable:.1f} % are not detectable, which exceeds the limit"
         return result(UNDECIDED, f"{reason}: record more {change.samples_are}", change.share)

@@ -89,7 +89,6 @@ class Change:
     """`faster` or `slower` (for others `less`, `more`, `fewer`, `higher`, `lower`) if the change is significant and
     beyond the threshold; otherwise `no difference shown`, `too few samples`, or, for single figures, `same`."""
 
-
     @property
     def is_disturbed(self) -> bool:
         """Whether other processes took so much that two single runs cannot be compared."""

@@ -48,7 +48,8 @@ def recording_subject(
     else:
         measures["step_time"] = Measure(summary.step_ns.median, samples, others_share=waits)
         if summary.throughput is not None and summary.throughput.per_s > 0:
-            measures[f"{summary.throughput.unit}_per_second"] = Measure(summary.throughput.per_s, samples, others_share=waits)
+            rate = Measure(summary.throughput.per_s, samples, others_share=waits)
+            measures[f"{summary.throughput.unit}_per_second"] = rate
         if summary.mfu is not None and summary.mfu.share > 0:
             measures["mfu"] = Measure(summary.mfu.share, samples, others_share=waits)
     facts = recording.facts.get("memory") or {}

@@ -40,7 +40,7 @@ def logged_ops(memory: Mapping[str, Any], host: pl.DataFrame) -> pl.DataFrame:
 
 
 def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
-    """Return the ops of the probed step in order, as `_SCHEMA` says; empty if the recording has no log of all of them."""
+    """Return the ops of the probed step in order, as `_SCHEMA` says; empty without a log of all of them."""
     log = memory.get("ops")
     if not log or log.get("num_dropped"):  # what reads a result may be among those that are missing
         return pl.DataFrame(schema=_SCHEMA)

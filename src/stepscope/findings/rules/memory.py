@@ -284,8 +284,8 @@ def memory_growth(case: Case) -> list[Finding]:
     fix = "keep numbers, not tensors: losses.append(loss.item()); for tensors: .detach().cpu(), and clear the list"
     return one_finding(
         sentence=f"Every step leaves {size(growth.bytes_per_step)} of memory behind, mostly from {what}{shape}"
-        f"{f', held by {where}' if where else ''}{' in a graph that is never freed' if is_graph else ''}. {so_far} the "
-        f"{size(memory.peak_bytes)} peak.",
+        f"{f', held by {where}' if where else ''}{' in a graph that is never freed' if is_graph else ''}. {so_far} "
+        f"the {size(memory.peak_bytes)} peak.",
         fix=fix if where else f"{fix}  # stepscope run --memory train.py names the variable",
         saving_bytes=held or growth.bytes_per_step,
         derived="memory held from earlier steps" if held else "memory left by one step",

@@ -254,7 +254,7 @@ def mostly_zeros(case: Case) -> list[Finding]:
             case,
             products.filter(~of_matrix.fill_null(False)),
             "gradients that are",
-            "compute only the positions that the loss uses, as in hidden = hidden[:, 0], before the last layers  # {}",
+            "compute only the positions that the loss uses, such as hidden[:, 0], before the last layers  # {}",
         ),
     ]
 

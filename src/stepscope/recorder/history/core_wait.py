@@ -23,8 +23,7 @@ class CoreTimes:
         self._due_ns = 0
 
     def read(self, now_ns: int, is_due: bool = False) -> tuple[int, int] | None:
-        """Return the ns on a core and waiting for one; None if the kernel does not say, or if that was read lately and
-        is not due."""
+        """Return the ns on a core and waiting for one; None if the kernel does not say, or if it was read lately."""
         if now_ns < self._due_ns and not (is_due and self._due_ns < _NEVER):
             return None
         self._due_ns = now_ns + PERIOD_NS

@@ -25,7 +25,14 @@ from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages,
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.modes import ctc_loss_below_modes, enter_below, leave
 from stepscope.recorder.patches import Around, Handle, remove_all
-from stepscope.recorder.values import named_buffers_in, named_parameters_in, parameters_in, stored, stored_in, tensors_in
+from stepscope.recorder.values import (
+    named_buffers_in,
+    named_parameters_in,
+    parameters_in,
+    stored,
+    stored_in,
+    tensors_in,
+)
 from stepscope.recorder.wall import pass_on
 
 MEMORY_SCHEMA_VERSION = 2
