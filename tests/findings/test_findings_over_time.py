@@ -122,6 +122,22 @@ def test_checkpoints_and_evaluations_with_their_first_step_and_interval(tmp_path
     assert findings.keys() == {"checkpoint_cost", "evaluation_cost"}
 
 
+@pytest.mark.parametrize(("at", "gib", "is_found"), [(398, 6, True), (500, 6, False), (398, 0.2, False)])
+def test_an_evaluation_that_needs_more_memory_than_training(tmp_path, at, gib, is_found):
+    """The first of five evaluations raises the peak of 12 GiB, or something else 100 steps later does."""
+    on_gpu = {"total_bytes": 80 << 30, "clock_mhz": lambda step: 1980.0}
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM, evaluate_every=400, **on_gpu))))
+    peaks = run.tracks["peak_bytes"]
+    raised = [value + (step >= at) * gib * 2**30 for step, value in zip(peaks.steps, peaks.values)]
+    raised[3] = 0  # a script may reset it
+    run = replace(run, tracks={**run.tracks, "peak_bytes": replace(peaks, values=raised)})
+
+    found = [each for each in findings_over_time(run) if each.id == "evaluation_memory"]
+    assert len(found) == is_found
+    if found:
+        assert found[0].saving_bytes == gib * 2**30 and found[0].evidence[0].rows[0]["step"] == near(400)
+
+
 def test_what_follows_the_last_step_is_one_more(tmp_path):
     run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM, save_every=900, save_ns=600_000_000))))
     last_ns = 5_000_000_000

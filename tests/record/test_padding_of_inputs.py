@@ -67,3 +67,37 @@ def test_micro_batches_add_up():
         padding.note((rows(*lengths),), {})
 
     assert padding.table() == {"num_positions": 64, "num_used": 13 + 32, "num_to_longest": 16 + 32}
+
+
+def frames(*lengths: int, value: float = 0.0) -> torch.Tensor:
+    """Recordings of these lengths among rows of 16 frames of 5 features."""
+    torch.manual_seed(0)
+    found = torch.full((len(lengths), LENGTH, 5), value)
+    for row, length in enumerate(lengths):
+        found[row, :length] = torch.randn(length, 5)
+    return found
+
+
+@pytest.mark.parametrize("value", [0.0, -11.5])
+def test_frames_that_end_in_copies_of_the_last(value):
+    audio = frames(4, 7, 16, value=value)
+
+    assert counted(audio) == (48, 4 + 7 + 16, 3 * 16)
+    assert counted(audio.transpose(1, 2)[:2]) == (32, 4 + 7, 2 * 7), "time last, and no row fills the batch"
+    assert counted(audio, torch.tensor([4, 7, 16])) == (48, 27, 48), "lengths are no text"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        frames(16, 16),
+        frames(9, 9),  # lengths that do not differ may be features that are not used
+        torch.zeros(3, LENGTH, 5),
+        frames(4, 7)[:, :, :3],
+        frames(4, 7).long(),
+        torch.randn(2, 3, LENGTH, LENGTH),
+        torch.randn(4, LENGTH).to_sparse(),
+    ],
+)
+def test_frames_without_padding(other):
+    assert counted(other) == (0, 0, 0) or counted(other)[0] == counted(other)[1]

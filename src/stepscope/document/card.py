@@ -108,10 +108,7 @@ def card_document(card: Card) -> Document:
     diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
     following = f"{diagnose}stepscope report {shlex.quote(str(shown))} --open"
     if not summary.num_steps:  # the verdict says what to change before
-        command = card.recording.facts.get("command") or {}
-        following = (
-            f"stepscope run {'-m ' * bool(command.get('module'))}{shlex.join(command.get('argv') or ['train.py'])}"
-        )
+        following = f"stepscope run {card.recording.script or 'train.py'}"
     last = Fact("recording", str(shown)), Fact("next", following)
     problems = () if card.whole_run is None else card.whole_run.problems
     parts: list[Part] = [Facts((*card.run, *card.figures, *problems))]

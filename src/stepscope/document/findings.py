@@ -104,7 +104,7 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> Find
     elif recording is not None and (finding.saving_ns or finding.saving_bytes):
         allowed = f" --allow {_LESS_WORK[finding.id]}" if finding.id in _LESS_WORK else ""
         compare = f"stepscope compare {shlex.quote(recording)} runs/changed{allowed}"
-        prove = f"stepscope run -o runs/changed SCRIPT && {compare}  # after the change"
+        prove = f"stepscope run -o runs/changed {diagnosis.script or 'SCRIPT'} && {compare}  # after the change"
     saving, saving_of = saving_texts(finding, diagnosis.average_ns)
     shared = _shared(finding, diagnosis.groups)
     tables = []

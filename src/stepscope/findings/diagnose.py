@@ -61,6 +61,7 @@ class Diagnosis(Shown):
     ledger: Ledger | None = None  # the step split without remainder; None without a trace of steps
     groups: tuple[Group, ...] = ()  # findings that one change fixes
     unclaimed_ns: float = 0.0  # losses and unknown time of the ledger that no finding explains, per step
+    script: str | None = None  # the words after `stepscope run` that record it again; None if they are unknown
     later_ns: float | None = None  # the time per step of the whole loop, if the steps after those timed were faster
 
     @property
@@ -158,6 +159,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         ledger=ledger,
         groups=tuple(groups),
         unclaimed_ns=unclaimed_ns,
+        script=case.recording.script if case.has_recording else None,
         later_ns=_later_ns(case, ledger),
     )
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from stepscope.formatting import duration, duration_range, percent, safe, size
 
 Confidence = Literal["high", "medium", "low"]
-OVER_TIME = frozenset({"drift", "memory_creep", "checkpoint_cost", "evaluation_cost", "loss_anomaly", "stalls"})
+OVER_TIME = frozenset({"drift", "memory_creep", "checkpoint_cost", "evaluation_cost", "evaluation_memory",
+                       "loss_anomaly", "stalls"})  # fmt: skip
 """The ids of findings about the whole run."""
 
 

@@ -7,6 +7,7 @@ from stepscope.analysis.run.drift import Slowdown, Together, slowdowns
 from stepscope.analysis.run.interruptions import LEAST_SHARE, LONG_NS, STOPPED, Interruption, interruption, stalls
 from stepscope.analysis.run.losses import Spike, loss_anomaly
 from stepscope.analysis.run.memory_creep import KINDS, Creep, creeps
+from stepscope.analysis.run.memory_peaks import evaluation_peak
 from stepscope.analysis.run.series import Run
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import duration, percent, plural, significant, size, span, whole_percent
@@ -169,6 +170,28 @@ def evaluation_cost(run: Run) -> list[Finding]:
     return _interrupted(run, "evaluation", "Evaluation", fix)
 
 
+def evaluation_memory(run: Run) -> list[Finding]:
+    peak = evaluation_peak(run)
+    if peak is None:
+        return []
+    where = f" ({places[0]})" if (places := run.places.get("evaluation")) else ""
+    more = peak.bytes - peak.before_bytes
+    row = {"step": peak.step, "peak_bytes": peak.bytes, "peak_before_bytes": peak.before_bytes}
+    return [
+        Finding(
+            sentence=f"An evaluation{where} before {run.when(peak.step)} needs {size(peak.bytes)} of GPU memory, "
+            f"{size(more)} more than everything before it, training included.",
+            fix="keep numbers, not outputs: correct += (logits.argmax(-1) == y).sum().item(); move outputs to the host "
+            "with .cpu() as they come; torch.inference_mode(); a smaller batch",
+            evidence=(Evidence("peak of GPU memory", [row]),),
+            saving_bytes=round(more),
+            derived="the peak after the evaluation, less the peak before it",
+            upper_bound=True,
+            falsified_by="leave the evaluation out; the finding is wrong if the run's peak is as high",
+        )
+    ]
+
+
 def _interrupted(run: Run, kind: str, what: str, fix: str) -> list[Finding]:
     found = interruption(run, kind)
     if found is None or found.share < LEAST_SHARE or not found.num:
@@ -295,6 +318,7 @@ RULES: dict[str, Callable[[Run], list[Finding]]] = {
     "memory_creep": memory_creep,
     "checkpoint_cost": checkpoint_cost,
     "evaluation_cost": evaluation_cost,
+    "evaluation_memory": evaluation_memory,
     "loss_anomaly": loss_anomaly_findings,
     "stalls": stall_findings,
 }

@@ -1,6 +1,7 @@
 """A recording's folder as typed data, complete or cut off; the counterpart of `recorder/files.py`."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -103,6 +104,17 @@ class Recording:
     lead: Aside | None = None
     tail: Aside | None = None
     num_unread: int = 0  # steps beyond the limit, which are only counted
+
+    @property
+    def script(self) -> str | None:
+        """The words after `stepscope run` that record one process again; None if they are unknown."""
+        command = self.facts.get("command") or {}
+        words = [str(word) for word in command.get("argv") or []]
+        if not words or not words[0] or (self.facts.get("environment") or {}).get("world_size", 1) > 1:
+            return None
+        if command.get("module"):
+            words = ["-m", str(command.get("program") or words[0]), *words[1:]]
+        return shlex.join(words)
 
     def window(self, name: str) -> tuple[StepSample, ...]:
         return tuple(sample for sample in self.samples if sample.window == name)

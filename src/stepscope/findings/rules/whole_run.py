@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stepscope.findings.rule import Case, Finding, Unavailable, rule
+from stepscope.findings.rule import Case, Finding, Unavailable, on_gpu, rule
 from stepscope.formatting import plural
 
 FEWEST_STEPS = 2  # that can show a change
@@ -50,6 +50,12 @@ def checkpoint_cost(case: Case) -> list[Finding]:
 def evaluation_cost(case: Case) -> list[Finding]:
     """Do evaluations take a noticeable part of the run?"""
     return _per_step(case, _found(case, "evaluation_cost"), "evaluation")
+
+
+@on_gpu
+def evaluation_memory(case: Case) -> list[Finding]:
+    """Does an evaluation need more memory than training?"""
+    return _found(case, "evaluation_memory")
 
 
 def _per_step(case: Case, findings: list[Finding], kind: str) -> list[Finding]:

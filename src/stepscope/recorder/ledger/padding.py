@@ -1,4 +1,4 @@
-"""How many positions of a step's input are padding, from the values of its token ids or its mask."""
+"""How many positions of a step's input are padding, from the values of its token ids, its mask or its frames."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from stepscope.recorder.modes import unseen
 from stepscope.recorder.values import tensors_in
 
 _LEAST_POSITIONS = 8  # a shorter row is not text
+_FEWEST_FEATURES = 4  # of a frame: fewer may be equal by chance
 _MOST_ELEMENTS = 1 << 24
 _WHOLE = (torch.int64, torch.int32, torch.bool)
 
@@ -26,7 +27,8 @@ class Padding:
         masks = [value for name, value in kwargs.items() if "mask" in name and isinstance(value, torch.Tensor)]
         try:
             found = [unseen(_counted, tensor, 0) for tensor in masks]
-            found += [unseen(_counted, tensor) for tensor in tensors_in((args, kwargs))]
+            tensors = list(tensors_in((args, kwargs)))
+            found += [unseen(count, tensor) for count in (_counted, _counted_frames) for tensor in tensors]
         except Exception as error:  # the script's tensors may be of any kind
             self.error = f"{type(error).__name__}: {error}"
             return
@@ -60,3 +62,24 @@ def _counted(tensor: torch.Tensor, pad: int | None = None) -> tuple[int, int, in
         run = torch.where(run == length, 0, run if pad is not None else (run - 1).clamp(min=0))
         used = torch.minimum(used, length - run)
     return rows.numel(), int(used.sum()), num_rows * int(used.max())
+
+
+def _counted_frames(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return the same for frames of features, such as audio, with time in the second or the last dimension: padding
+    repeats the last frame, in all features. Rows of different lengths show it; None if there are none."""
+    is_whole = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_meta
+    if not is_whole or tensor.dim() != 3 or not tensor.is_floating_point() or tensor.numel() > _MOST_ELEMENTS:
+        return None
+    found = []
+    for time in (1, 2):
+        frames = tensor.detach().movedim(time, 1)
+        num_rows, length, num_features = frames.shape
+        if length < _LEAST_POSITIONS or num_features < _FEWEST_FEATURES:
+            continue
+        run = (frames == frames[:, -1:]).all(2).cpu().flip(1).to(torch.int64).cumprod(1).sum(1)
+        # A last frame is no padding by itself, and a row with a single value is none.
+        run = torch.where((run == length) | (run == 1), 0, run)
+        used = length - run
+        if len(set(run.tolist())) > 1:
+            found.append((num_rows * length, int(used.sum()), num_rows * int(used.max())))
+    return min(found, key=lambda one: one[1] / one[0], default=None)
