@@ -6,10 +6,12 @@ import pytest
 import torch
 from device_cases import Program, without_shapes
 from host_cases import case_of, recorded
+from recorded_cases import run_script
 from torch import nn
 
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.unused_results import untouched_rows, unused_gradients
+from stepscope.findings.rules import memory
+from stepscope.findings.rules.unused_results import graph_without_backward, untouched_rows, unused_gradients
 from stepscope.recorder.model import without_optimizer
 
 PRODUCT = [[4096, 4096], [4096, 4096]]
@@ -95,3 +97,42 @@ def test_a_table_that_is_needed_as_a_whole(num_lookups, is_multiplied):
 def test_rows_need_shapes():
     with pytest.raises(Unavailable, match="record_shapes=True"):
         untouched_rows(without_shapes())
+
+
+DISTILL = """
+import torch
+from torch import nn
+
+def model(width, depth):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)])
+
+teacher, student = model(256, 6), model(256, 2)
+optimizer = torch.optim.SGD(student.parameters(), 0.1)
+for step in range(14):
+    x = torch.randn(2000, 256)
+    with torch.set_grad_enabled({has_grad}):
+        target = teacher(x)
+        hidden = [layer(x) for layer in teacher]
+    loss = nn.functional.mse_loss(student(x), target.detach())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("has_grad", "num_findings"), [(True, 1), (False, 0)])
+def test_a_teacher_that_keeps_its_graph(forks, tmp_path, monkeypatch, has_grad, num_findings):
+    monkeypatch.setattr(memory, "_LEAST_BYTES", 1 << 20)
+    options = ("--warmup", "5", "--clean", "2", "--trace", "0")
+    case = run_script(forks, tmp_path, DISTILL.format(has_grad=has_grad), *options)
+
+    findings = graph_without_backward(case)
+    assert len(findings) == num_findings
+    if findings:
+        assert findings[0].evidence[0].rows[0]["module"] in findings[0].sentence
+        assert findings[0].saving_bytes >= 10 * 2000 * 256 * 4, "of twelve layers"
+
+
+def test_without_the_modules_of_the_graph_it_cannot_look(tmp_path):
+    with pytest.raises(Unavailable):
+        graph_without_backward(case_with_modules(tmp_path, ["encoder", "head"], []))

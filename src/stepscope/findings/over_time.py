@@ -181,8 +181,8 @@ def evaluation_memory(run: Run) -> list[Finding]:
         Finding(
             sentence=f"An evaluation{where} before {run.when(peak.step)} needs {size(peak.bytes)} of GPU memory, "
             f"{size(more)} more than everything before it, training included.",
-            fix="keep numbers, not outputs: correct += (logits.argmax(-1) == y).sum().item(); move outputs to the host "
-            "with .cpu() as they come; torch.inference_mode(); a smaller batch",
+            fix="keep numbers, not outputs: correct += (logits.argmax(-1) == y).sum().item(); move outputs to the "
+            "host with .cpu() as they come; torch.inference_mode(); a smaller batch",
             evidence=(Evidence("peak of GPU memory", [row]),),
             saving_bytes=round(more),
             derived="the peak after the evaluation, less the peak before it",

@@ -20,6 +20,7 @@ SCHEMA: dict[str, Any] = {
     "num_dropped~": COUNT,
     "stages~": [{"name": TEXT, "event": COUNT}],
     "saved~": [_GRAPH],
+    "graphs~": [{"module": TEXT, "num_nodes": COUNT}],
     "left_alive~": [_GRAPH],
     "ops~": {
         "kinds": [{"op": TEXT, "phase": TEXT, "place~": TEXT, "is_random": FLAG}],

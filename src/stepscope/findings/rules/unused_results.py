@@ -10,7 +10,8 @@ from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.structure.modules import MODULE_PREFIX
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
-from stepscope.formatting import count, plural, whole_percent
+from stepscope.findings.rules.memory import is_worth_bytes
+from stepscope.formatting import count, plural, size, whole_percent
 
 _WEIGHT_SHARE = 0.5  # of the products of a backward pass: those for weights; the others are for inputs
 _PRODUCTS = ["gemm", "convolution"]
@@ -112,6 +113,47 @@ def forward_without_backward(case: Case) -> list[Finding]:
         falsified_by="leave it out of a run; the finding is wrong if training needs its result",
         evidence=(Evidence("modules that run forward without a backward", counts[:8]),),
     )
+
+
+@rule
+def graph_without_backward(case: Case) -> list[Finding]:
+    """Does a forward keep memory for a backward that never comes?"""
+    memory, window = case.memory, case.allocations
+    if not window.get("graphs") or not memory.saved:
+        raise Unavailable("The recording does not say which modules made a graph. Record it again: `stepscope run`.")
+    with_graph = {_root(one["module"]) for one in window["graphs"]}
+    reached = {_root(one.module) for one in memory.saved if one.bytes}
+    kept: Counter[str] = Counter()
+    for one in window["allocations"]:
+        is_alive = one["born"] is not None and one["born"] <= memory.peak_event
+        is_alive = is_alive and (one["died"] is None or one["died"] > memory.peak_event)
+        if is_alive and one["owner"] == "activation" and one["device"] == memory.device and one["module"]:
+            kept[_root(one["module"])] += one["bytes"]
+    rows = [
+        {"module": root, "bytes": num_bytes}
+        for root, num_bytes in kept.most_common()
+        if root in with_graph and root not in reached
+    ]
+    saving_bytes = sum(row["bytes"] for row in rows)
+    if not is_worth_bytes(case, saving_bytes):
+        return []
+    names = ", ".join(row["module"] for row in rows[:3])
+    return one_finding(
+        sentence=f"The forward of {names} keeps {size(saving_bytes)} of the {size(memory.peak_bytes)} peak for a "
+        "backward that never comes: no gradient flows back into it.",
+        fix="with torch.no_grad():  # around its forward",
+        saving_bytes=saving_bytes,
+        derived="the results of its forward that are alive at the peak, and that no backward of the step can reach; "
+        "its last output remains",
+        upper_bound=True,
+        falsified_by="put its forward under torch.no_grad(); the finding is wrong if the peak stays the same",
+        evidence=(Evidence("modules whose graph no backward reaches", rows[:8]),),
+    )
+
+
+def _root(module: str | None) -> str:
+    """Return the first part of a module's name, such as one of two models."""
+    return (module or "").partition(".")[0]
 
 
 def _named(work: pl.DataFrame) -> pl.DataFrame:

@@ -80,6 +80,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._parameter_of: dict[int, int] = {}  # storage key -> parameter index, casts included
         self._holders: dict[int, str] = {}  # id of a parameter -> the module that owns it
         self._nodes = NodeModules()
+        self._num_nodes: dict[str, int] = {}
         self._backward_caller: str | None = None
         self.saved_error: str | None = None
         self.padding = Padding()
@@ -124,6 +125,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def stop(self) -> None:
         self._is_over = True
+        self._num_nodes = self._nodes.made()
         if self._entered:
             self._entered = not leave(self)
         self.note_parameter_gradients()
@@ -315,6 +317,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 {"module": module, "bytes": num_bytes, "num_tensors": num}
                 for module, (num_bytes, num) in sorted(self._saved.items(), key=lambda item: -item[1][0])
             ],
+            "graphs": [{"module": module, "num_nodes": num} for module, num in self._num_nodes.items()],
             "left_alive": [],
             "allocator": None,
         }

@@ -43,6 +43,15 @@ class NodeModules:
         numbers.append(next_sequence_number())
         names.append(name)
 
+    def made(self) -> dict[str, int]:
+        """Return how many nodes the forward of each module has made on this thread."""
+        found: dict[str, int] = {}
+        numbers, names = self._marks.get(self._home, ([], []))
+        for first, end, name in zip(numbers, [*numbers[1:], next_sequence_number()], names):
+            if name is not None and end > first:
+                found[name] = found.get(name, 0) + end - first
+        return found
+
     def running(self) -> tuple[Any, str | None]:
         """Return the node whose backward runs on this thread, and its module; (None, None) outside a backward."""
         node = current_node()
