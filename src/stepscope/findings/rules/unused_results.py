@@ -129,15 +129,12 @@ def graph_without_backward(case: Case) -> list[Finding]:
         is_alive = is_alive and (one["died"] is None or one["died"] > memory.peak_event)
         if is_alive and one["owner"] == "activation" and one["device"] == memory.device and one["module"]:
             kept[_root(one["module"])] += one["bytes"]
-    rows = [
-        {"module": root, "bytes": num_bytes}
-        for root, num_bytes in kept.most_common()
-        if root in with_graph and root not in reached
-    ]
-    saving_bytes = sum(row["bytes"] for row in rows)
+    lost = [(root, num) for root, num in kept.most_common() if root in with_graph and root not in reached]
+    saving_bytes = sum(num for _, num in lost)
     if not is_worth_bytes(case, saving_bytes):
         return []
-    names = ", ".join(row["module"] for row in rows[:3])
+    rows = [{"module": root, "bytes": num} for root, num in lost]
+    names = ", ".join(root for root, _ in lost[:3])
     return one_finding(
         sentence=f"The forward of {names} keeps {size(saving_bytes)} of the {size(memory.peak_bytes)} peak for a "
         "backward that never comes: no gradient flows back into it.",
