@@ -39,7 +39,7 @@ from stepscope.api.improve_order import (
 from stepscope.api.verification import attempt, need_timed, read_attempt
 from stepscope.errors import UsageError
 from stepscope.findings.fixes import parse_fix
-from stepscope.formatting import percent
+from stepscope.formatting import percent, plural, span
 from stepscope.recorder.fixes import LOOK
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Search:
             seconds = time.monotonic() - begun
             if done.is_timeout and timeout_s < self._options.timeout_s:
                 self.spent_s += seconds
-                raise OutOfTime
+                raise OutOfTime("no time was left for the end of its run")
             self._log.append({"name": name, "fixes": fixes, "failure": done.failure, "seconds": seconds})
         self.spent_s += seconds
         if num_traced and look is None and done.recording is not None and is_gpu(done.recording):
@@ -155,6 +155,8 @@ class Search:
         waiting = self._ordered(text for text in wanted if text not in self.trials)
         try:
             need_timed(self._run(BASELINE), self._options)
+            num_left = int((self.limit_s - self.spent_s) / (run_s := self._expected_s(BASELINE)))
+            self._say(f"a run takes {span(run_s * 1e9)}: time is left for about {plural(num_left, 'run')}")
             while waiting:
                 text, best = waiting.pop(0), list(self.kept)
                 self._tried_on[text] = tuple(best)
@@ -162,8 +164,8 @@ class Search:
                     refused = self._needless(text)
                     is_needless = Trial(text, tuple(best), found.NOT_APPLIED, refused)
                     self._note(self._try(text, len(waiting) > 1) if refused is None else is_needless)
-                except OutOfTime:
-                    self._leave(text, f"no time was left: set more than {self.limit_s / 60:g} --minutes")
+                except OutOfTime as needed:
+                    self._leave(text, f"{needed}: set more than {self.limit_s / 60:g} --minutes")
                 waiting = waiting or self._worth_another_try()
                 if self.kept != best and len(waiting) > 1:
                     self._look_again(waiting)
@@ -325,7 +327,9 @@ class Search:
             last = 2 * (self._expected_s(BASELINE) + self._expected_s("+".join(self.kept)))
         left_s = self.limit_s - self.spent_s - last
         if left_s < estimate_s:
-            raise OutOfTime
+            check = f", and the check of what is kept {span(last * 1e9)}" if last else ""
+            every, needs = self.limit_s - self.spent_s, f"a run of it needs about {span(estimate_s * 1e9)}{check}"
+            raise OutOfTime(f"no time was left: {needs}, and {span(every * 1e9)} were left")
         return left_s
 
     def _prove(self) -> None:
