@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 
 from stepscope.analysis.comparison.whole_runs import LossAt, WholeRuns
 from stepscope.document.model import Part, Table, Text
-from stepscope.formatting import elapsed, percent, plural, significant, span
+from stepscope.formatting import elapsed, percent, significant, span
+
+_MANY_TIMES = 9.0  # a growth that is told as a factor
 
 
 def whole_run_parts(runs: WholeRuns) -> Iterator[Part]:
@@ -35,7 +37,7 @@ def whole_run_parts(runs: WholeRuns) -> Iterator[Part]:
             at = f" ({change.time_of_day})" if change.time_of_day else ""
             yield Text(f"{side}: steps {verb} step {change.step:,}{at}, {percent(abs(share))} {word}.")
         if not figures.changes:
-            yield Text(f"{side}: the step time does not change over {plural(figures.num_steps, 'step')}.")
+            yield Text(f"{side}: after its windows, no lasting change of the step time was found.")
     if runs.loss_by_step:
         yield _losses("loss_by_step", "Loss against step", runs.loss_by_step, "step", lambda at: f"{at:,.0f}")
     elif runs.have_losses:
@@ -64,4 +66,6 @@ def _change(base: float, new: float) -> str:
     if not base:
         return ""
     share = (new - base) / abs(base)
+    if share >= _MANY_TIMES:  # +136882.5 % says nothing
+        return f"{share + 1:,.0f}×"
     return f"{'+' if share > 0 else '−' if share < 0 else ''}{percent(abs(share))}"
