@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from host_cases import H200, case_of
@@ -85,12 +86,12 @@ class Program:
         at, tid = self.at - ahead, MAIN
         self.trace.raw(ph="i", cat="cpu_instant_event", name="[memory]", pid=1, tid=tid, ts=at, s="t", args=args)
 
-    def case(self) -> Case:
-        """Its case, as one step that ends with its last kernel."""
+    def case(self, recording: Path | None = None) -> Case:
+        """Its case, as one step that ends with its last kernel, alone or in a recording."""
         end = max(self.runs, self.at)
         self.trace.call("cudaDeviceSynchronize", self.at, end - self.at)
         self.trace.step(1, 0, end + 10)
-        return case_of(self.trace)
+        return case_of(self.trace, recording)
 
 
 def without_shapes() -> Case:

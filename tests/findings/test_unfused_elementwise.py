@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from device_cases import BF16, FP32, Program, without_shapes
+from host_cases import recorded
+from recorded_cases import run_script
 
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.casts_and_copies import needless_copies
@@ -183,3 +185,34 @@ def test_an_optimizer_is_another_rule():
 def test_without_shapes_it_cannot_be_checked():
     with pytest.raises(Unavailable, match="record_shapes=True"):
         unfused_elementwise(without_shapes())
+
+
+BYPASSED = """
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+compiled = torch.compile(net, backend="eager")
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(9):
+    loss = {called}(torch.randn(4, 8)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("called", "bypassed"), [("net", ["Sequential"]), ("compiled", [])])
+def test_a_compiled_wrapper_that_is_never_called_is_noted(forks, tmp_path, called, bypassed):
+    options = ("--warmup", "5", "--clean", "2", "--trace", "0", "--no-memory")
+    case = run_script(forks, tmp_path, BYPASSED.format(called=called), *options)
+    assert case.recording.facts["bypassed"] == bypassed
+
+
+def test_the_finding_says_that_the_wrapper_is_bypassed(tmp_path):
+    program = started()
+    chain(program, 60)
+    case = program.case(recorded(tmp_path, bypassed=["Net"]))
+    (finding,) = unfused_elementwise(case)
+    assert "has wrapped Net, but the step calls it without the wrapper" in finding.sentence
+    assert "call that" in finding.fix

@@ -37,6 +37,8 @@ class Roots:
         self._awaited: list[weakref.ref[nn.Parameter]] = []
         self._search: CalledRoots | None = None
         self._own_calls: list[Handle] = []
+        self.bypassed: list[str] = []  # filled in the end
+        self._wrappers: list[weakref.ref[nn.Module]] = []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -46,6 +48,13 @@ class Roots:
     def replaceable(self) -> list[nn.Module]:
         """Those whose calls go through nn.Module's, so that a fix can replace them."""
         return [] if self._own_calls else self.modules
+
+    def _find_bypassed(self) -> list[str]:
+        """Return the classes of modules that torch.compile has wrapped, and that are called without their wrapper."""
+        called = {id(part) for root in self.modules for part in modules_in(root)}
+        wrappers = [one for reference in self._wrappers if (one := reference()) is not None and id(one) not in called]
+        inner = [one._modules.get("_orig_mod") for one in wrappers]
+        return sorted({type(one).__name__ for one in inner if one is not None and id(one) in called})
 
     def add(self, module: nn.Module) -> None:
         """Hook one root module."""
@@ -101,6 +110,7 @@ class Roots:
         if self._search is None:
             return True
         found, modules = self._search.found, self._search.modules
+        self._wrappers = [weakref.ref(module) for module in modules if _is_wrapper(module)]
         self.stop_search()
         if not found:
             own = {cls for module in modules for cls in _with_own_call(type(module))}
@@ -155,10 +165,15 @@ class Roots:
 
     def forget(self) -> None:
         """Remove the hooks and release the modules: the script may want the memory back."""
+        self.bypassed = unseen(self._find_bypassed)
         self.detach()
         remove_all(self._own_calls)
         self._hooks.clear()
         self._idle.clear()
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo")
 
 
 def _without_objectives(found: dict[int, nn.Module]) -> dict[int, nn.Module]:

@@ -49,6 +49,7 @@ class RecordingFacts(TypedDict, total=False):
     triggered: dict[str, Any]
     """For a window of `stepscope trigger`: its `number`, its `reason` and its `first_step` in the run."""
     roots: list[str]  # classes of the modules that the script calls itself
+    bypassed: list[str]  # classes of those that torch.compile has wrapped, and that are called without the wrapper
     parameters: dict[str, Any]
     """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once. `without_optimizer`: the largest
     modules whose trainable parameters are in no optimizer, by `module` and `num_parameters`."""
@@ -130,6 +131,7 @@ SCHEMA: dict[str, Any] = {
     "windows": _EACH_COUNT,
     "triggered": {"number": COUNT, "reason": TEXT, "first_step": COUNT},
     "roots": [TEXT],
+    "bypassed": [TEXT],
     "parameters": {
         "num_total": COUNT, "num_trainable": COUNT, "bytes_by_dtype": _EACH_COUNT,
         "without_optimizer?": [{"module": TEXT, "num_parameters": COUNT}],

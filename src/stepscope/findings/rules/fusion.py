@@ -36,13 +36,17 @@ def unfused_elementwise(case: Case) -> list[Finding]:
     table = case.grouped(named, "num_segments", "phase", "shape", "dtype", "ops", more=sizes)
     table = table.select(pl.exclude("fused_ns"), "fused_ns")
     longest = table.row(0, named=True)
-    compiled = case.work["is_compiled"].any()
+    how = "Only a part of the step is" if case.work["is_compiled"].any() else "Nothing in this step is"
+    fix = _known(case, found) or "model = torch.compile(model)  # or torch.compile of the function in the evidence"
+    wrapped = ""
+    if case.has_recording and (bypassed := case.recording.facts.get("bypassed")):
+        wrapped = f"torch.compile has wrapped {', '.join(bypassed[:3])}, but the step calls it without the wrapper. "
+        fix = "model = torch.compile(model)  # and call that: out = model(x)"
     return one_finding(
-        sentence=f"{'Only a part of the step' if compiled else 'Nothing in this step'} is compiled. "
-        f"{plural(num_kernels, f'elementwise {case.unit}')} per step, with norms, casts and reductions among them, "
-        f"take {case.cost_text(total_ns)}; fused they would take {duration(left_ns, 3)}. The longest run, over "
-        f"{list(longest['shape'])}: {_short(longest['ops'])}.",
-        fix=_known(case, found) or "model = torch.compile(model)  # or torch.compile of the function in the evidence",
+        sentence=f"{how} compiled. {wrapped}{plural(num_kernels, f'elementwise {case.unit}')} per step, with norms, "
+        f"casts and reductions among them, take {case.cost_text(total_ns)}; fused they would take "
+        f"{duration(left_ns, 3)}. The longest run, over {list(longest['shape'])}: {_short(longest['ops'])}.",
+        fix=fix,
         saving_ns=saving_ns,
         group="compile",
         derived="the step replayed with one pass over memory between two matrix products, at 57 % of the device's "
