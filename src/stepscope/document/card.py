@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.run.series import Run
+from stepscope.analysis.time.loop_time import MEASURING, WARMUP
 from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
@@ -124,7 +125,9 @@ def card_document(card: Card) -> Document:
     if summary.loop is not None and len(summary.loop.rows) > 1:
         loop = summary.loop
         names = [f"{row.name} ({row.num}×)" if row.num else row.name for row in loop.rows]
-        title = f"where the loop's wall-clock time goes ({plural(loop.num_steps, 'step')})"
+        beyond = [row.name for row in loop.rows if row.name in (WARMUP, MEASURING)]
+        what = f"; {' and '.join(beyond)}: beyond a training step" if beyond else ""
+        title = f"where the loop's wall-clock time goes ({plural(loop.num_steps, 'step')}{what})"
         series = (Series("loop", [row.ns for row in loop.rows]),)
         parts.append(Bars(id="loop_rows", title=title, labels=names, series=series, unit="time_ns"))
     parts.append(Facts((*card.measurement, *last), "about this measurement"))
@@ -218,7 +221,7 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Fact]:
         before = f"; {plural(earlier, 'step')} before them trained something else" if earlier else ""
         yield Fact("steps", f"{summary.num_steps} recorded, {text}{skipped}{before}", detail)
     if summary.warmup_ns:
-        first = f"the first took {milliseconds(summary.warmup_ns[0])}"
+        first = f"the first took {milliseconds(summary.warmup_ns[0])}, its wait for data included"
         yield Fact("warm-up", f"{plural(len(summary.warmup_ns), 'step')} excluded from timing, {first}")
     if any(phase.name == "forward" and phase.host_ns for phase in summary.phases):
         if summary.data_is_named:

@@ -7,7 +7,7 @@ from stepscope.analysis.time.phases import IDLE
 from stepscope.analysis.time.summary import Summary
 from stepscope.devices import nearest_names
 from stepscope.document.model import Fact
-from stepscope.document.verdict import rounded
+from stepscope.document.verdict import named_between, rounded
 from stepscope.formatting import count, milliseconds, percent, plural, shortened, significant, size
 from stepscope.formatting import flops as as_flops
 from stepscope.trace.compile_file import count_of, entries
@@ -16,6 +16,8 @@ from stepscope.trace.recording import Recording
 MAX_NAMES = 4
 NOISY_SPREAD = 0.20
 """If p10 to p90 spans more of the median than this, the median alone does not describe the steps."""
+WORTH_ADDING = 0.001
+"""A smaller share of the average step is below the digits of the sum."""
 _REASON_WIDTH = 110
 _LEAST_IDLE_SHARE = 0.05
 _MATMUL = {"highest": "float32 matrix products run in float32", "high": "float32 matrix products may use TF32",
@@ -69,7 +71,8 @@ def _loop(summary: Summary) -> Iterator[Fact]:
     if (loop := summary.loop) is None:
         return
     steps = f"mean of {plural(loop.num_measured, 'undisturbed step')}"
-    parts = "".join(f" + {name} {rounded(ns)}" for name, ns in loop.between_ns.items())
+    worth = [(name, ns) for name, ns in loop.between_ns.items() if ns >= WORTH_ADDING * loop.step_ns]
+    parts = "".join(f" + {named_between(name)} {rounded(ns)}" for name, ns in worth)
     alone = rounded(loop.step_ns - sum(loop.between_ns.values()))
     text = f"{rounded(loop.step_ns)} of wall-clock time" + (f" = {alone}{parts}" if parts else "")
     yield Fact("average step", text, f"{steps}; {loop.caveat}" if loop.caveat else steps)

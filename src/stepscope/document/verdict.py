@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stepscope.analysis.time.loop_time import DATA
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED
 from stepscope.analysis.time.summary import Summary
 from stepscope.formatting import duration, milliseconds, percent, plural, significant
@@ -38,13 +39,13 @@ def verdict(recording: Recording, summary: Summary) -> str:
         return _without_samples(recording, summary)
     noise = summary.step_ns.ci_high - summary.step_ns.ci_low
     typical = milliseconds(summary.step_ns.median, noise)
-    what_else = what_adds(summary)
+    what_else = _average_and_typical(summary, typical)
     step = rounded(summary.loop.step_ns) if summary.loop is not None and what_else else typical
     sentence = f"A step takes {step}{' on average' * bool(what_else)}"
     if summary.throughput is not None:
         sentence += f" ({significant(summary.throughput.per_s)} {summary.throughput.unit}/s)"
     if what_else:
-        sentence += f": {typical} typically, {what_else}. Of a typical step"
+        sentence += what_else
     clauses = []
     shares = {row.name: row.share for row in summary.rows}
     if IDLE in shares:
@@ -67,20 +68,29 @@ def verdict(recording: Recording, summary: Summary) -> str:
     return sentence + (": " + "; ".join(clauses) if clauses else "") + "."
 
 
-def what_adds(summary: Summary) -> str:
-    """Return what makes a step take longer on average than a typical step; empty if they differ by less than 5 %."""
-    loop, typical = summary.loop, summary.step_ns
-    if loop is None or typical is None or abs(loop.step_ns - typical.median) <= DIFFERS * typical.median:
+def _average_and_typical(summary: Summary, typical: str) -> str:
+    """Return how a typical step leads to the average; empty if they differ by less than 5 %."""
+    loop, step = summary.loop, summary.step_ns
+    if loop is None or step is None or abs(loop.step_ns - step.median) <= DIFFERS * step.median:
         return ""
+    between_ns = sum(loop.between_ns.values())
+    rest = loop.step_ns - between_ns - step.median
+    if rest < -DIFFERS * step.median:
+        return f"; the {plural(summary.num_clean, 'timed step')} were slower, {typical} typically. Of a timed step"
     added = sorted(loop.between_ns.items(), key=lambda item: -item[1])
-    texts = [f"{rounded(ns)} for {name}" for name, ns in added if ns > DIFFERS * typical.median]
-    rest = loop.step_ns - sum(loop.between_ns.values()) - typical.median
-    if abs(rest) > DIFFERS * typical.median:
-        more, which = ("more", "slower") if rest > 0 else ("less", "faster")
-        texts.append(f"{rounded(abs(rest))} {more} because some steps are {which}")
-    if not texts:
-        return "and the rest for what lies between steps"
-    return f"and {' and '.join(texts)}"
+    texts = [f"{rounded(ns)} for {named_between(name)}" for name, ns in added if ns > DIFFERS * step.median]
+    if rest > DIFFERS * step.median:
+        texts.append(f"{rounded(rest)} more because some steps are slower")
+    return f": {typical} typically, and {' and '.join(texts) or 'the rest for what lies between steps'}. Of a typical step"
+
+
+def named_between(row: str) -> str:
+    """Return what a loop does between steps, for people.
+
+    >>> named_between("data"), named_between("evaluation")
+    ('starting the DataLoader', 'evaluation')
+    """
+    return "starting the DataLoader" if row == DATA else row
 
 
 def rounded(ns: float) -> str:

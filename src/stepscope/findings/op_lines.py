@@ -103,6 +103,13 @@ def pauses_text(case: Case, least_ns: float) -> str:
     return f" The longest stretches without an op: {', '.join(parts)}." if parts else ""
 
 
+def data_text(case: Case, least_ns: float) -> str:
+    """Return the lines of the ops that make a batch in the training process, as a sentence; none that takes less than
+    `least_ns`."""
+    ops = if_available(lambda: ops_of(case)) if case.is_on_cpu else None
+    return "" if ops is None else _ops_at("The batch's", lines_of(case, ops.filter(PHASE == DATA)), least_ns)
+
+
 def outside_text(case: Case, least_ns: float) -> str:
     """Return the lines of ops outside of data, passes and optimizer, and the longest stretches without an op, as
     sentences; none that takes less than `least_ns`."""
@@ -110,5 +117,9 @@ def outside_text(case: Case, least_ns: float) -> str:
     if ops is None:
         return ""
     outside = ops.filter(~PHASE.is_in([DATA, *TRAINING]).fill_null(False))
-    table = lines_of(case, outside).filter(pl.col("duration_ns") >= least_ns)
-    return (f" Its ops are at {lines_text(table)}." if table.height else "") + pauses_text(case, least_ns)
+    return _ops_at("Its", lines_of(case, outside), least_ns) + pauses_text(case, least_ns)
+
+
+def _ops_at(whose: str, lines: pl.DataFrame, least_ns: float) -> str:
+    worth = lines.filter(pl.col("duration_ns") >= least_ns)
+    return f" {whose} ops are at {lines_text(worth)}." if worth.height else ""

@@ -292,7 +292,8 @@ def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tupl
             where = Counter({place: n for kind, row in BETWEEN.items() if row == name
                              for place, n in places.get(kind, {}).items()})  # fmt: skip
             found = tuple(place for place, _ in where.most_common())
-            rows.append(LoopRow(name, ns[name], ns[name] / max(1, wall_ns), num[name], found))
+            times = 0 if name == DATA else num[name]  # a DataLoader starts sometimes, and every step waits for it
+            rows.append(LoopRow(name, ns[name], ns[name] / max(1, wall_ns), times, found))
     return tuple(rows), wall_ns
 
 

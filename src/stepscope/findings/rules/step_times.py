@@ -10,7 +10,7 @@ from stepscope.analysis.structure.nesting import python_callers
 from stepscope.analysis.time.cpu_ledger import TRAINING
 from stepscope.analysis.time.stalls import MANY_OPS
 from stepscope.errors import ABOUT_CPUS, if_available
-from stepscope.findings.op_lines import outside_text
+from stepscope.findings.op_lines import data_text, outside_text
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.findings.rules.cpu import by_name, ops_of_steps
 from stepscope.formatting import duration, plural, safe, whole_percent
@@ -108,7 +108,7 @@ def _in_samples(case: Case, is_named: bool = True) -> list[Finding]:
     slow = f", which has no workers and spends most of it in {preparing}" if preparing is not None else ""
     return one_finding(
         sentence=f"Training waits {case.cost_text(waited_ns)} for the DataLoader{slow}, on average over the "
-        f"typical steps among {summary.num_clean} clean ones.",
+        f"typical steps among {summary.num_clean} clean ones.{data_text(case, waited_ns / 10)}",
         fix=loader,
         saving_ns=waited_ns,
         rows=("cpu_data", "idle_data"),
