@@ -18,11 +18,12 @@ from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
 def reduce_gradients(tensor):
     dist.all_reduce(tensor)  # REDUCE
 
-def write(out, rank, group, num_calls):
+def write(out, rank, group, num_calls, is_over):
     num = 0
     while num < num_calls:
         time.sleep(0.05)
-        num = sum(each["process_group"][0] == group for each in json.loads(_dump_fr_trace_json()).get("entries", []))
+        calls = json.loads(_dump_fr_trace_json()).get("entries", [])
+        num = sum(each["process_group"][0] == group and (each["retired"] or not is_over) for each in calls)
     open(f"{out}/trace_rank_{rank}", "wb").write(_dump_fr_trace())
     open(f"{out}/json/rank{rank}.json", "wb").write(_dump_fr_trace_json())
     while len(os.listdir(f"{out}/json")) < 3:  # the others still need this process
@@ -31,7 +32,7 @@ def write(out, rank, group, num_calls):
 
 def train(out, plant, rank):
     # The last call of each rank before it hangs: of the rank that skips one, its third with the pair.
-    last = ("0", 4) if plant == "other" else ("1", 3) if rank == 1 else ("0", 6)
+    last = ("0", 4, False) if plant == "other" else ("1", 3, True) if rank == 1 else ("0", 6, False)
     threading.Thread(target=write, args=(out, rank, *last)).start()
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=3)
     pair = dist.new_group([0, 1])
