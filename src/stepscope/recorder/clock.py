@@ -48,6 +48,7 @@ _PARTS_OF_STEPS = frozenset((DATA, OTHER, BEFORE_FORWARD, BEFORE_BACKWARD, *_PAS
 _NAMES_BETWEEN = {FORWARD: BEFORE_FORWARD, UNATTRIBUTED: BEFORE_FORWARD, BACKWARD: BEFORE_BACKWARD}
 _FETCHES = (DATA, LOADER_START)
 _UNTRAINED = (EVALUATION, ROLLOUT)
+_AFTER_STEPS = (*_FETCHES, *_UNTRAINED, FORWARD_IN_EVAL_MODE, FORWARD_OF_ANOTHER, FORWARD_WITHOUT_GRADIENTS)
 _SHOWS_NOTHING = (None, *_FETCHES, LOGGING, GARBAGE)
 
 
@@ -66,9 +67,16 @@ def name_stretches(labels: Sequence[str | None]) -> list[str]:
     ... # doctest: +NORMALIZE_WHITESPACE
     ['evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'data', 'before_forward',
      'forward', 'backward']
+
+    >>> name_stretches(["forward", "loader_start", "forward", "evaluation", None, "loader_start"])
+    ['forward', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'loader_start']
     """
     unnamed = ROLLOUT if ROLLOUT in labels else EVALUATION
     known = [unnamed if label == FORWARD_WITHOUT_GRADIENTS else label for label in labels]
+    for i in range(1, len(known) - 1):
+        # A forward goes on after a fetch, until it is known that no backward comes: a metric ended the last step.
+        if known[i] in (FORWARD, UNATTRIBUTED) and labels[i - 1] in _FETCHES and labels[i + 1] in _AFTER_STEPS:
+            known[i] = None
     followed_by: list[str | None] = [None] * len(known)  # the next stretch that shows what the loop was doing
     following = following_pass = None
     is_fetched_after = False
