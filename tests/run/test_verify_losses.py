@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.comparison.losses import check_losses
+from stepscope.analysis.comparison.losses import AGREE, DIFFER, NOT_COMPARED, RESAMPLED, check_losses
 from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification, verify
 from stepscope.document.verification import losses_sentence, verification_document
 from stepscope.errors import UsageError
@@ -263,7 +263,8 @@ def test_the_exit_code_and_the_text_say_the_worst():
 
 
 def test_fixes_joined_by_a_plus_are_held_to_the_widest_tolerance():
-    assert parse_fix("waiting_for_data=4+unfused_optimizer").arithmetic == "reordered"
+    assert parse_fix("pageable_copies+unfused_optimizer").arithmetic == "reordered"
+    assert parse_fix("waiting_for_data=4+unfused_optimizer").arithmetic == "resampled"
     assert parse_fix("compile=max-autotune+autocast").text == "compile=max-autotune+autocast"
     assert parse_fix("small_batch=0.5").arithmetic == "not comparable"
 
@@ -282,3 +283,26 @@ def test_fixes_joined_by_a_plus_are_held_to_the_widest_tolerance():
 def test_a_mistake_in_a_fix_is_one_line(text, said):
     with pytest.raises(UsageError, match=said):
         parse_fix(text)
+
+
+def noisy(seed: int, shift: float = 0.0, num: int = 40) -> dict[int, float]:
+    rng = random.Random(seed)
+    return {step: 3 - step / 40 + shift + rng.gauss(0, 0.2) for step in range(num)}
+
+
+def test_other_random_numbers_of_the_data_are_told_by_means():
+    found = check_losses([noisy(0), noisy(0)], [noisy(1), noisy(1)], RESAMPLED)
+    assert found.verdict == AGREE and found.chance_share and found.step is None
+    assert "draws random numbers" in losses_sentence(found)
+    worse = check_losses([noisy(0)], [noisy(1, shift=0.8)], RESAMPLED)
+    assert worse.verdict == DIFFER and worse.difference_share == pytest.approx(0.8 / 2.5, abs=0.06)
+
+
+def test_data_without_random_numbers_is_compared_step_by_step():
+    found = check_losses([noisy(0)], [noisy(0)], RESAMPLED)
+    assert (found.verdict, found.difference_share, found.chance_share) == (AGREE, 0.0, None)
+
+
+def test_few_steps_are_not_compared_by_means():
+    found = check_losses([noisy(0, num=10)], [noisy(1, num=10)], RESAMPLED)
+    assert found.verdict == NOT_COMPARED and "too few" in (found.reason or "")

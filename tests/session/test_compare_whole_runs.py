@@ -1,6 +1,7 @@
 """Two whole runs compared: throughput, goodput, losses against step and against time, and where each changes."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -71,8 +72,9 @@ def sampled_at(tmp_path, *every_steps: range) -> WholeRuns:
 
 
 def test_only_losses_of_the_same_steps_are_compared(tmp_path):
-    runs = sampled_at(tmp_path, range(29, 2_000, 209), range(29, 2_000, 166))
+    runs = sampled_at(tmp_path, range(29, 2_000, 240), range(29, 2_000, 180))
     assert 0 < len(runs.loss_by_step) < 10
+    assert any(point.noise == 0 for point in runs.loss_by_step)
     for point in runs.loss_by_step:
         assert point.new == pytest.approx(point.base, rel=0.02) == pytest.approx(falling(int(point.at)), rel=0.02)
 
@@ -81,6 +83,22 @@ def test_equal_steps_are_preferred(tmp_path):
     runs = sampled_at(tmp_path, range(100, 2_000, 5), range(100, 2_000, 7))
     assert len(runs.loss_by_step) == 10
     assert all(point.new == point.base for point in runs.loss_by_step)
+
+
+def test_losses_of_other_batches_differ_by_noise(tmp_path):
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=2_000))))
+    noisy = [2 + random.Random(step).gauss(0, 0.3) for step in range(2_000)]  # one trajectory, other steps of it
+    steps = range(100, 2_000, 10), range(103, 2_000, 10)
+    sides = [
+        replace(run, tracks={"loss": Track(some, [step * 10**8 for step in some], [noisy[step] for step in some])})
+        for some in steps
+    ]
+    points = compare_runs(sides[0], goodput(sides[0]), sides[1], goodput(sides[1])).loss_by_step
+    assert len(points) >= 9 and all(point.noise > 0 for point in points)
+    assert sum(abs(point.new - point.base) > point.noise for point in points) <= 1
+    (table,) = (part for part in whole_run_parts(compare_runs(sides[0], goodput(sides[0]), sides[1], goodput(sides[1])))
+                if isinstance(part, Table) and part.id == "loss_by_step")  # fmt: skip
+    assert "within noise" in table.columns["change"]
 
 
 def test_losses_of_other_steps_are_not_compared_at_all(tmp_path):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison import improvement as found
 from stepscope.analysis.comparison.improvement import LEAST_GAIN, Trial, factor_of, trial_line, verdict
-from stepscope.analysis.comparison.losses import DIFFER, NOT_COMPARED, SAME, LossCheck
+from stepscope.analysis.comparison.losses import DIFFER, NOT_COMPARED, RESAMPLED, SAME, LossCheck
 from stepscope.analysis.comparison.verification import (
     Attempt,
     Plan,
@@ -289,7 +289,7 @@ class Search:
         If they do not, the unchanged script runs once with weights disturbed by rounding: training may amplify it.
         """
         losses = gate(plan, self.attempts[BASELINE], self.attempts[plan.fix])
-        if losses.verdict != DIFFER or plan.arithmetic == SAME or plan.tolerance_share is not None:
+        if losses.verdict != DIFFER or plan.arithmetic in (SAME, RESAMPLED) or plan.tolerance_share is not None:
             return losses
         lowers = {fix.lowers_to for fix in parse_fix(plan.fix).fixes}
         flops = flops_by_dtype(self.attempts[BASELINE][0].recording)

@@ -13,7 +13,8 @@ from stepscope.document.model import Document, Fact, Facts, Section
 from stepscope.formatting import average, duration, milliseconds, percent, plural, significant, size, whole_percent
 
 _LEAST_WARMUP_NS = 1e9
-_ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order", "reduced": "lower precision"}
+_ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order", "reduced": "lower precision",
+            "resampled": "other random numbers in the data"}  # fmt: skip
 
 
 def verification_document(found: Verification) -> Document:
@@ -122,6 +123,8 @@ def losses_sentence(losses: LossCheck) -> str:
     if losses.verdict == gate.NOT_COMPARED:
         return f"not compared: {losses.reason}"
     noise = losses.noise_share or 0.0
+    if losses.chance_share is not None:
+        return _means_sentence(losses)
     allowed = f"allowed {_small(losses.limit_share)} ({_ALLOWED[losses.arithmetic]}"
     if noise:
         allowed += f" {_small(losses.tolerance_share)}, plus twice the {_small(noise)} between two baseline runs"
@@ -135,6 +138,16 @@ def losses_sentence(losses: LossCheck) -> str:
     far = "not a number" if losses.difference_share is None else f"up to {_small(losses.difference_share)} apart"
     where = f"at step {losses.step}: {_loss(losses.after)} instead of {_loss(losses.before)}"
     return f"{how}: {far}, {where}; {allowed}; {steps}"
+
+
+def _means_sentence(losses: LossCheck) -> str:
+    how = "agree" if losses.verdict == gate.AGREE else "differ"
+    return (
+        f"{how}: on average {_loss(losses.after)} instead of {_loss(losses.before)} in "
+        f"{plural(losses.num_steps, 'step')}, {_small(losses.difference_share)} apart. The data draws random numbers, and "
+        f"workers draw others, so only means are compared; allowed {_small(losses.limit_share)} "
+        f"({_small(losses.tolerance_share)}, plus the {_small(losses.chance_share)} that chance can make)"
+    )
 
 
 def _small(share: float | None) -> str:

@@ -51,15 +51,21 @@ def _losses(id: str, title: str, points: tuple[LossAt, ...], name: str, text: Ca
         name: [text(point.at) for point in points],
         "base": [significant(point.base, 4) for point in points],
         "new": [significant(point.new, 4) for point in points],
-        "change": [_change(point.base, point.new) for point in points],
+        "change": [_loss_change(point) for point in points],
     }
     return Table(
         id,
         title,
         columns,
         num_shown=len(points),
-        note=f"losses that both runs sampled at the same {name}, within 1 %; medians if there are several",
+        note=f"losses that both runs sampled at the same {name}, within 1 %; medians if there are several. Losses of "
+        "different batches differ by noise",
     )
+
+
+def _loss_change(point: LossAt) -> str:
+    is_noise = 0 < abs(point.new - point.base) <= point.noise
+    return "within noise" if is_noise else _change(point.base, point.new)
 
 
 def _change(base: float, new: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, SAME
+from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, RESAMPLED, SAME
 from stepscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Fix:
     id: str
     about: str  # effect on the script
     arithmetic: str
-    """How losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/losses.py`)."""
+    """How losses may differ: `same`, `reordered`, `reduced`, `resampled` or `not comparable` (`comparison/losses.py`)."""
     code: str
     """The same change in the script, for `stepscope improve`; `{value}` and `{device}` are filled in."""
     values: tuple[str, ...] = ()  # values allowed after `=`, the default first; `N` stands for any number
@@ -63,7 +63,8 @@ FIXES: Mapping[str, Fix] = {
             "torch.backends.cudnn.benchmark = True  # before training"),
         Fix("pageable_copies", "DataLoaders with pin_memory=True, and non_blocking copies from pinned memory", SAME,
             'DataLoader(…, pin_memory=True)  # and batch.to("cuda", non_blocking=True)'),
-        Fix("waiting_for_data", "DataLoaders with more, persistent workers (default: one per spare core, to 8)", SAME,
+        Fix("waiting_for_data", "DataLoaders with more, persistent workers (default: one per spare core, to 8)",
+            RESAMPLED,
             "DataLoader(…, num_workers={value}, persistent_workers=True, prefetch_factor=4)", ("", "N")),
         Fix("small_batch", "DataLoaders with batch_size times N; compares tokens per second, not losses",
             NOT_COMPARABLE, "DataLoader(…, batch_size={value} * batch_size)", ("2", "N")),
@@ -86,7 +87,7 @@ class Chosen:
     @property
     def arithmetic(self) -> str:
         """The largest effect of its fixes on losses."""
-        order = (SAME, REORDERED, REDUCED, NOT_COMPARABLE)
+        order = (SAME, REORDERED, REDUCED, RESAMPLED, NOT_COMPARABLE)
         return max((fix.arithmetic for fix in self.fixes), key=order.index)
 
 
@@ -101,6 +102,13 @@ def parse_fix(text: str) -> Chosen:
         name, equals, value = (word.strip() for word in part.partition("="))
         fix = FIXES.get(name)
         if fix is None:
+            from stepscope.findings.diagnose import all_rules
+
+            if name in {rule.id for rule in all_rules()}:
+                raise UsageError(
+                    f"The fix of {name} is a change by hand. Make it, then run what `stepscope diagnose` shows under "
+                    f"'Prove it'. Fixes that can be applied from outside: {', '.join(FIXES)}."
+                )
             raise UsageError(f"Unknown fix {name!r}. Choose from {', '.join(FIXES)} (see stepscope list fixes).")
         if equals and not _is_allowed(fix, value):
             takes = f"must be {' or '.join(filter(None, fix.values))}" if fix.values else "is not allowed"

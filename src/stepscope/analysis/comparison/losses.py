@@ -4,11 +4,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from statistics import fmean, stdev
 
-SAME, REORDERED, REDUCED, NOT_COMPARABLE = "same", "reordered", "reduced", "not comparable"
-TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2}
+SAME, REORDERED, REDUCED, RESAMPLED = "same", "reordered", "reduced", "resampled"
+NOT_COMPARABLE = "not comparable"
+TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2, RESAMPLED: 2e-2}
 """Allowed difference of losses by effect on the arithmetic: none, reordered sums, or lower precision. Rounding to
-bfloat16's 8 bits is up to 0.4 %, and a step has many roundings."""
+bfloat16's 8 bits is up to 0.4 %, and a step has many roundings. If the data may draw other random numbers, the mean of
+the losses may differ by that, beyond chance."""
 AGREE, DIFFER, NOT_COMPARED = "agree", "differ", "not compared"
 NOISE_FACTOR = 2.0  # beyond the tolerance, this many times the distance of two runs without the change
 _LEAST_SCALE = 0.1
@@ -25,7 +28,9 @@ class LossCheck:
 
     verdict: str  # `agree`, `differ` or `not compared`
     reason: str | None  # why they were not compared
-    arithmetic: str  # the change's effect on the arithmetic: `same`, `reordered`, `reduced`, `not comparable`
+    arithmetic: str
+    """The change's effect: `same`, `reordered`, `reduced`; `resampled`: the data may draw other random numbers, and if
+    it does, mean losses are compared; `not comparable`."""
     tolerance_share: float | None = None  # the allowed difference at each step
     noise_share: float | None = None
     """The largest difference between two runs without the change; 0 for a deterministic script."""
@@ -38,6 +43,7 @@ class LossCheck:
     before: float | None = None  # the loss there without the change; null if not finite
     after: float | None = None
     num_steps: int = 0  # the fewest steps compared in any pair
+    chance_share: float | None = None  # how far chance may move the mean loss, if the data drew other random numbers
 
 
 def check_losses(
@@ -74,6 +80,8 @@ def check_losses(
         return LossCheck(NOT_COMPARED, "the loss is not finite without the change either", arithmetic, tolerance)
     share, step, first, second = _median_distance(before, after, moved)
     limit = tolerance + NOISE_FACTOR * noise
+    if arithmetic == RESAMPLED and share > limit:
+        return _means(before, after, tolerance, noise)
     agrees = share <= limit + _allowed(moved, step)
     if agrees and moved:  # then the largest difference is worth reporting, however much of it is explained
         share, step, first, second = _median_distance(before, after, {})
@@ -91,6 +99,50 @@ def check_losses(
         after=finite(second),
         num_steps=num_steps,
     )
+
+
+_FEWEST = 16  # steps
+_NUM_BLOCKS = 5  # neighboring losses depend on one another, blocks of them hardly
+_STUDENT = 4.6  # of so many blocks: chance exceeds it once in 100 times
+
+
+def _means(before: Sequence[Losses], after: Sequence[Losses], tolerance: float, noise: float) -> LossCheck:
+    """Return whether the mean losses agree, of runs whose batches differ."""
+    pairs = sorted((_mean_difference(*pair) for pair in product(before, after)), key=lambda pair: abs(pair[0]))
+    share, chance, first, second, num_steps = pairs[(len(pairs) - 1) // 2]
+    if num_steps < _FEWEST:
+        reason = f"the data draws random numbers, others with the change, and {num_steps} steps are too few for means"
+        return LossCheck(NOT_COMPARED, reason, RESAMPLED, tolerance, noise)
+    return LossCheck(
+        verdict=AGREE if abs(share) <= tolerance + chance else DIFFER,
+        reason=None,
+        arithmetic=RESAMPLED,
+        tolerance_share=tolerance,
+        noise_share=noise,
+        limit_share=tolerance + chance,
+        difference_share=finite(abs(share)),
+        before=finite(first),
+        after=finite(second),
+        num_steps=num_steps,
+        chance_share=finite(chance),
+    )
+
+
+def _mean_difference(first: Losses, second: Losses) -> tuple[float, float, float, float, int]:
+    """Return how far two runs' mean losses are apart and how far chance may move them, as shares of the first's; both
+    means; and the number of steps."""
+    steps = sorted(set(first) & set(second))
+    means = [fmean(run[step] for step in steps) for run in (first, second)]
+    if len(steps) < _FEWEST:
+        return math.inf, 0.0, means[0], means[1], len(steps)
+    size = len(steps) // _NUM_BLOCKS
+    blocks = [
+        fmean(second[step] - first[step] for step in steps[number * size : (number + 1) * size])
+        for number in range(_NUM_BLOCKS)
+    ]
+    scale = max(abs(means[0]), _LEAST_SCALE * max(abs(first[step]) for step in steps)) or 1.0
+    chance = _STUDENT * stdev(blocks) / math.sqrt(_NUM_BLOCKS)
+    return (means[1] - means[0]) / scale, chance / scale, means[0], means[1], len(steps)
 
 
 _Worst = tuple[float, int, float, float]  # the difference as a share, its step, and both losses

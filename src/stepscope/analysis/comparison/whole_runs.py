@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median, median_low, stdev
 
 from stepscope.analysis.run.drift import step_changes
 from stepscope.analysis.run.goodput import Goodput
@@ -13,6 +13,8 @@ from stepscope.analysis.run.series import Run, Track
 NUM_POINTS = 10
 _NEAR_SHARE = 0.05  # of the common range: losses that near stand for a point
 _SAME_SHARE = 0.01  # of a step or time: losses that near are compared, because an early loss falls fast
+_FEWEST = 4  # differences, to know their spread
+_INTERVAL = 1.25 * 2.8  # a median's error, in errors of a mean, and Student's t of so few
 _Side = tuple[Sequence[float], Sequence[float]]  # steps or times, and the losses there
 
 
@@ -48,6 +50,9 @@ class LossAt:
     at: float  # a step, or seconds since the start
     base: float  # the median of losses near it that both runs have at the same place
     new: float
+    noise: (
+        float  # how far apart equal runs may be, because the losses are of different batches; 0 if of the same steps
+    )
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,17 @@ def _points(base: _Side, new: _Side) -> tuple[LossAt, ...]:
         if near and last > first:
             equal = [pair for pair in near if pair[1] == 0]
             places, _, before, after = zip(*(equal or near))
-            found.append(LossAt(median_low(places), median(before), median(after)))
+            noise = 0.0 if equal else _noise([b - a for a, b in zip(before, after)])
+            if noise is not None:
+                found.append(LossAt(median_low(places), median(before), median(after), noise))
     return tuple(found)
+
+
+def _noise(differences: Sequence[float]) -> float | None:
+    """Return how far from 0 the median of differences between batches may be."""
+    if len(differences) < _FEWEST:
+        return None
+    return _INTERVAL * stdev(differences) / math.sqrt(len(differences))
 
 
 def _pairs(base: _Side, new: _Side) -> list[tuple[float, float, float, float]]:
