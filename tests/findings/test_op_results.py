@@ -185,7 +185,7 @@ def test_what_no_rule_explains_has_its_line(tmp_path):
     assert any(one.id == "unclaimed_time" and "train.py:31 in rank (6.00 ms: sort)" in one.sentence for one in found)
 
 
-def test_only_recordings_of_cpus_with_a_log_are_judged(tmp_path):
+def test_only_recordings_with_a_log_are_judged(tmp_path):
     recorded(tmp_path / "old", [10.0] * 20, flags=FLAGS)
     trace = TraceBuilder()
     trace.step(1, 0, STEP_US).op("aten::mul", 0, 100)
@@ -193,11 +193,11 @@ def test_only_recordings_of_cpus_with_a_log_are_judged(tmp_path):
     with_trace.__dict__["allocations"] = {"allocations": STORAGES}
     on_gpu = recorded(tmp_path / "gpu", [10.0] * 20, is_gpu=True)
     for rule in RULES:
-        with pytest.raises(Unavailable, match="Record it again on a CPU"):
+        with pytest.raises(Unavailable, match="Record it again"):
             rule(with_trace)
-        with pytest.raises(Unavailable, match=ABOUT_CPUS):
+        with pytest.raises(Unavailable, match=f"{ABOUT_CPUS}|has no trace"):
             rule(on_gpu)
-        with pytest.raises(Unavailable, match="takes a recording"):
+        with pytest.raises(Unavailable, match="takes a recording|A trace alone does not say"):
             rule(case_of(trace))
 
 

@@ -15,11 +15,31 @@ _MOST_LINES = 3  # in a sentence
 _MOST_LISTED = 10
 
 
-def ops_of(case: Case, of_all_steps: bool = False) -> pl.DataFrame:
+def ops_of(case: Case) -> pl.DataFrame:
     """Return the ops of the typical steps on a CPU with the line behind each (`analysis/structure/op_log.py`)."""
     if case.recording and not case.is_on_cpu:  # a trace alone does not say
         raise Unavailable(ABOUT_CPUS)
-    return case.logged_steps if of_all_steps else case.within(case.logged_steps)
+    return case.within(case.logged_steps)
+
+
+def logged_of(case: Case, of_all_steps: bool = False) -> pl.DataFrame:
+    """Return the ops of the typical steps on any device with the line behind each."""
+    if not case.has_recording:
+        raise Unavailable("A trace alone does not say what ops read. Make a recording with `stepscope run train.py`.")
+    if of_all_steps:
+        return case.logged_steps
+    if case.is_on_cpu:
+        return case.within(case.logged_steps)
+    # The host is ahead of the GPU: steps say more than times.
+    return case.logged_steps.filter(pl.col("step").is_in(case.work["step"].unique().implode()))
+
+
+def followed_of(case: Case) -> pl.DataFrame:
+    """Return `logged_of` if the log has all that reads a result."""
+    ops = logged_of(case)
+    if case.hides_reads:
+        raise Unavailable("Compiled code or a library's own kernels ran in the step, and what they read is not seen.")
+    return ops
 
 
 def lines_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
@@ -29,7 +49,7 @@ def lines_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
     by_op = by_op.sort("self_ns", "name", descending=[True, False])
     sums = (
         (pl.col("len").sum() / case.num_steps).alias("num_calls"),
-        (pl.col("self_ns").sum() * case.clean_share / case.num_steps).alias("duration_ns"),
+        (pl.col("self_ns").sum() * case.op_share / case.num_steps).alias("duration_ns"),
     )
     names = pl.col("name").head(3).str.replace("aten::", "", literal=True).str.join(", ").alias("ops")
     table = by_op.group_by("place", maintain_order=True).agg(*sums, names)

@@ -106,7 +106,7 @@ class Probes:
         if window == windows.MEMORY:  # before the recorder runs any op itself
             self.stop_memory()
         if window == windows.WARMUP:
-            self.memory.warmup_ended(on_cpu=self.device is None)
+            self.memory.warmup_ended()
         elif window != windows.FREE:
             read_steps()
             self.read_facts(roots, optimizers)

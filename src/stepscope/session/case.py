@@ -23,7 +23,7 @@ from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAcc
 from stepscope.analysis.structure.cpu_work import with_cpu_work
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
-from stepscope.analysis.structure.op_log import logged_ops
+from stepscope.analysis.structure.op_log import logged_ops, runs_unseen
 from stepscope.analysis.structure.work import with_sizes, work
 from stepscope.analysis.time.cpu_ledger import BETWEEN, cpu_ledger
 from stepscope.analysis.time.idle_causes import idle_gaps
@@ -210,8 +210,25 @@ class Case(PerStep):
 
     @cached_property
     def logged_steps(self) -> pl.DataFrame:
-        """The ops of all steps with the line behind each and the use of its result (`op_log.py`)."""
-        return logged_ops(self.allocations, self.linked.host)
+        """The ops of all steps with the line behind each and the use of its result (`op_log.py`); `self_ns` is the time
+        of their work on the GPU if there is one."""
+        ops = logged_ops(self.allocations, self.linked.host)
+        if self.is_on_cpu:
+            return ops
+        spent = self.all_work.group_by(row="call").agg(pl.col("duration_ns").sum().cast(pl.Int64).alias("self_ns"))
+        return ops.drop("self_ns").join(spent, on="row", how="left", maintain_order="left").with_columns(
+            pl.col("self_ns").fill_null(0)
+        )
+
+    @property
+    def op_share(self) -> float:
+        """The time of an op without the profiler ÷ its `self_ns` in `logged_steps`."""
+        return self.clean_share if self.is_on_cpu else 1.0
+
+    @cached_property
+    def hides_reads(self) -> bool:
+        """Whether code ran that the log of ops does not see, such as compiled code: what it read is unknown."""
+        return runs_unseen(self.work)
 
     def with_shapes(self, and_dtypes: bool = False) -> None:
         """Raise Unavailable if the trace has no tensor shapes, or no dtypes where a rule needs them."""

@@ -21,6 +21,7 @@ _OUTSIDE = -1  # storages that no op made, and those without a byte
 ALLOCATION = r"^aten::(new_)?empty(_like|_strided|_permuted)?$"
 """Ops that only take memory: what is in it is unknown."""
 BACKWARD = "backward"
+_OF_AUTOGRAD = r"^(autograd|torch)::"
 _SCHEMA = {
     "call": pl.UInt32, "name": pl.String, "phase": pl.String, "place": pl.String, "use": pl.String,
     "is_constant": pl.Boolean, "zero_share": pl.Float64, "size": pl.Int64,
@@ -35,8 +36,17 @@ def logged_ops(memory: Mapping[str, Any], host: pl.DataFrame) -> pl.DataFrame:
     if calls.is_empty():
         if (memory.get("ops") or {}).get("num_dropped"):
             raise Unavailable("Some ops of the probed step could not be followed, so the use of results is unknown.")
-        raise Unavailable("The recording does not say which line calls each op. Record it again on a CPU.")
+        raise Unavailable("The recording does not say which line calls each op. Record it again.")
     return with_calls(host, calls).filter(pl.col("kind") == "op", pl.col("step").is_not_null())
+
+
+def runs_unseen(work: pl.DataFrame) -> bool:
+    """Return whether work ran without torch's dispatcher, where no log sees what it reads: compiled code, or on a GPU a
+    library's own kernels."""
+    op = work["op"].cast(pl.String).fill_null("")
+    is_seen = (op.str.contains("::") & ~op.str.contains(_OF_AUTOGRAD)) | (work["class"] == "communication")
+    is_kernel = work["kind"].cast(pl.String) == "kernel"
+    return bool((work["is_compiled"].fill_null(False) | (is_kernel & ~is_seen)).any())
 
 
 def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:

@@ -1,8 +1,9 @@
-"""Rules about ops on a CPU by the line that calls them: results that training does not use, that never change, that
+"""Rules about ops by the line that calls them: results that training does not use, that never change, that
 grow, or that one call could compute."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,8 +11,18 @@ import polars as pl
 
 from stepscope.analysis.structure.nesting import with_answers
 from stepscope.analysis.structure.op_log import ALLOCATION, BACKWARD, KEPT, TRAINING, UNUSED, chain_lengths
-from stepscope.analysis.time.what_if import Saving
-from stepscope.findings.op_lines import PHASE, first_line, line_text, lines_of, lines_text, ops_of, python_between_ns
+from stepscope.analysis.time.what_if import Saving, stretches
+from stepscope.findings.op_lines import (
+    PHASE,
+    first_line,
+    followed_of,
+    line_text,
+    lines_of,
+    lines_text,
+    logged_of,
+    ops_of,
+    python_between_ns,
+)
 from stepscope.findings.rule import Case, Evidence, Finding, one_finding, rule
 from stepscope.findings.rules.cpu import least_ns
 from stepscope.formatting import count, duration, plural, safe, whole_percent
@@ -28,6 +39,17 @@ def _number(case: Case, ops: pl.DataFrame, noun: str = "op") -> str:
     return case.number_text(ops.filter("is_logged"), noun)
 
 
+def _saving(case: Case, ops: pl.DataFrame, is_loop: bool = False) -> tuple[Saving, pl.DataFrame]:
+    """Return what a step saves without some ops of the log, and their work."""
+    work = _work_of(case, ops)
+    change = case.without(work["event"], is_loop=is_loop)
+    if not case.is_on_cpu:  # ops without work on the GPU take time of the host
+        spans = [ops.select("start_ns", "end_ns")]
+        spans += [change.host.select("start_ns", "end_ns")] if change.host is not None else []
+        change = replace(change, host=stretches(pl.concat(spans)))
+    return case.saving_ns(change), work
+
+
 def _work_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
     """Return the work that some ops of the log do."""
     return case.work.filter(pl.col("call").is_in(ops["row"].implode()))
@@ -35,8 +57,8 @@ def _work_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
 
 @rule
 def discarded_gradients(case: Case) -> list[Finding]:
-    """On a CPU: does the backward pass compute gradients that are cleared before anything uses them?"""
-    facts = ops_of(case).filter(PHASE == BACKWARD)
+    """Does the backward pass compute gradients that are cleared before anything uses them?"""
+    facts = followed_of(case).filter(PHASE == BACKWARD)
     parameters = case.recording.facts.get("parameters") or {}
     others = [one["module"] for one in parameters.get("without_optimizer") or ()]  # `unused_gradients` names those
     module = pl.col("module").cast(pl.String)
@@ -44,8 +66,7 @@ def discarded_gradients(case: Case) -> list[Finding]:
         pl.lit(False), *((module == name) | module.str.starts_with(f"{name}.") for name in others)
     )
     unused = facts.filter(pl.col("use") == UNUSED, ~is_named.fill_null(False))
-    work = _work_of(case, unused)
-    saving_ns = case.saving_ns(case.without(work["event"]))
+    saving_ns, work = _saving(case, unused)
     if not case.is_worth(saving_ns):
         return []
     table = lines_of(case, unused)
@@ -66,11 +87,10 @@ def discarded_gradients(case: Case) -> list[Finding]:
 
 @rule
 def work_beside_training(case: Case) -> list[Finding]:
-    """On a CPU: do ops compute what no update of the weights uses?"""
+    """Do ops compute what no update of the weights uses?"""
     is_discarded = (PHASE == BACKWARD) & (pl.col("use") == UNUSED)  # by another rule
-    beside = ops_of(case).filter(pl.col("use") != TRAINING, PHASE != "data", ~is_discarded)
-    work = _work_of(case, beside)
-    saving_ns = case.saving_ns(case.without(work["event"], is_loop=True))
+    beside = followed_of(case).filter(pl.col("use") != TRAINING, PHASE != "data", ~is_discarded)
+    saving_ns, work = _saving(case, beside, is_loop=True)
     if not case.is_worth(saving_ns):
         return []
     table = lines_of(case, beside)
@@ -94,10 +114,9 @@ def work_beside_training(case: Case) -> list[Finding]:
 
 @rule
 def constant_work(case: Case) -> list[Finding]:
-    """On a CPU: is the same result computed again in every step?"""
-    same = ops_of(case).filter(pl.col("is_constant"), ~PHASE.is_in([BACKWARD, "data", "optimizer"]))
-    work = _work_of(case, same)
-    saving_ns = case.saving_ns(case.without(work["event"], is_loop=True))
+    """Is the same result computed again in every step?"""
+    same = followed_of(case).filter(pl.col("is_constant"), ~PHASE.is_in([BACKWARD, "data", "optimizer"]))
+    saving_ns, work = _saving(case, same, is_loop=True)
     if not case.is_worth(saving_ns):
         return []
     table = lines_of(case, same)
@@ -135,8 +154,8 @@ def _elements(shapes: str | None) -> Sequence[int | None]:
 
 @rule
 def growing_work(case: Case) -> list[Finding]:
-    """On a CPU: does an op take more with every step, or with every turn of a loop, because its input grows?"""
-    ops = ops_of(case, of_all_steps=True).filter(pl.col("call").is_not_null(), pl.col("place").is_not_null())
+    """Does an op take more with every step, or with every turn of a loop, because its input grows?"""
+    ops = logged_of(case, of_all_steps=True).filter(pl.col("call").is_not_null(), pl.col("place").is_not_null())
     sized = _sized(ops.filter("is_logged", PHASE != BACKWARD))
     over = _growing_over_steps(sized)
     within = _growing_within_a_step(sized.filter(pl.col("step") == pl.col("step").max()))
@@ -163,13 +182,12 @@ def _growing_over_steps(sized: pl.DataFrame) -> pl.DataFrame:
 
 
 def _over_steps(case: Case, growing: pl.DataFrame) -> list[Finding]:
-    ops = ops_of(case).join(growing, on="call")
-    work = _work_of(case, ops)
-    saving_ns = case.saving_ns(case.without(work["event"], is_loop=True))
+    ops = logged_of(case).join(growing, on="call")
+    saving_ns, work = _saving(case, ops, is_loop=True)
     step = int(ops["step"].max() or 0)  # type: ignore[arg-type]
     num_more = _LATER * step
     shares = growing.join(ops.group_by("call").agg(pl.col("self_ns").sum()), on="call")
-    each_ns = float((shares["self_ns"] * shares["more"] / shares["last"]).sum()) * case.clean_share / case.num_steps
+    each_ns = float((shares["self_ns"] * shares["more"] / shares["last"]).sum()) * case.op_share / case.num_steps
     later_ns = float(saving_ns) + each_ns * num_more
     if later_ns < WORTH_WITHOUT_GPU * case.step_ns:
         return []
@@ -205,7 +223,7 @@ def _growing_within_a_step(sized: pl.DataFrame) -> pl.DataFrame:
 
 
 def _within_a_step(case: Case, growing: pl.DataFrame) -> list[Finding]:
-    ops = ops_of(case).with_columns(pl.col("name").cast(pl.String))
+    ops = logged_of(case).with_columns(pl.col("name").cast(pl.String))
     keys = ["place", "name"]
     own = ops.join(growing.select(keys), on=keys, how="semi")
     calls = own["call"].unique()

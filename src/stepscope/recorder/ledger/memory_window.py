@@ -143,11 +143,10 @@ class MemoryProbe:
         if self._in_full:
             self._history.start_with_cuda()
 
-    def warmup_ended(self, on_cpu: bool) -> None:
-        """Stop the history: steps are timed without it. On a CPU, remember the tensors that exist."""
+    def warmup_ended(self) -> None:
+        """Stop the history: steps are timed without it. Remember the tensors that exist."""
         self._history.stop()
-        if on_cpu:
-            self._guard("looking for existing tensors", self._remember)
+        self._guard("looking for existing tensors", self._remember)
 
     def _remember(self) -> None:
         self._unchanged = Unchanged(live_tensors())
@@ -165,7 +164,7 @@ class MemoryProbe:
             self._note("memory", f"{text}, so the tensors saved for backward are not reported")
         if device is not None:
             self._guard("reading the allocator's counters", lambda: self._start_cuda(device))
-        ledger = Ledger(roots, optimizers, phase, callers=self._in_full, logs_ops=device is None)
+        ledger = Ledger(roots, optimizers, phase, callers=self._in_full, logs_ops=True)
         known = list(_belonging(roots, optimizers))
         self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(known, ledger))
         self._guard("looking for existing tensors", lambda: self._find_others(known, ledger))

@@ -79,10 +79,13 @@ class OpLog:
     def _line(self) -> str | None:
         """Return the line of the script that called the running op; in a backward, the line of its forward."""
         node = current_node()
-        if node is not None and hasattr(node, "_sequence_nr") and threading.get_ident() == self._home:
-            position = bisect_right(self._numbers, int(node._sequence_nr()))
-            if position < len(self._places):
-                return self._places[position]
+        if node is not None and hasattr(node, "_sequence_nr"):
+            number = int(node._sequence_nr())
+            # On an autograd thread, a lower number may be one that a checkpointed forward made there.
+            if threading.get_ident() == self._home or number >= next_sequence_number():
+                position = bisect_right(self._numbers, number)
+                if position < len(self._places):
+                    return self._places[position]
         frame = next((one for one in script_frames() if not is_pythons(one.f_code.co_filename)), None)
         if frame is None:
             return None
