@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 from device_cases import Program
@@ -46,6 +48,17 @@ def test_a_group_ranks_by_what_it_saves_in_total():
     groups = [Group("compile", "torch.compile", ("a", "b"), 12, 9, 20)]
 
     assert [one.id for one in ranked(found, groups, last="")] == ["a", "c", "b"]
+
+
+def test_what_frees_most_of_the_peak_ranks_by_that():
+    found = [finding("a", 10), finding("b", 0), finding("c", 0)]
+    found = [replace(one, saving_bytes=num) for one, num in zip(found, (None, 80, 140))]
+
+    def ids(peak: int) -> list[str]:
+        return [one.id for one in ranked(found, [], "", average_ns=100.0, peak_bytes=peak)]
+
+    assert ids(100) == ["b", "a", "c"], "30 of 100 above a half; 140 of 100 is not this process's"
+    assert ids(140) == ["c", "a", "b"], "80 of 140 is 7 of 100 above a half"
 
 
 def late_host() -> Program:

@@ -226,6 +226,7 @@ def test_a_finding_of_a_recording_says_how_to_prove_it():
     assert shown.count("stepscope verify") == 1
     assert "stepscope verify 'runs/my run' --fix launch_bound" in shown
     shown = " ".join(shown.split())
-    assert shown.count("stepscope run -o runs/changed SCRIPT && stepscope compare 'runs/my run' runs/changed") == 2
-    assert "runs/changed --allow tokens,flops # after the change" in shown
+    for name in ("full_logits", "padding"):
+        assert f"run -o runs/without-{name} SCRIPT && stepscope compare 'runs/my run' runs/without-{name}" in shown
+    assert "runs/without-padding --allow tokens,flops # after the change" in shown
     assert "stepscope verify" not in terminal_text(diagnosis_document(diagnosis), 100)

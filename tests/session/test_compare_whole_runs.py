@@ -93,11 +93,12 @@ def test_losses_of_other_batches_differ_by_noise(tmp_path):
         replace(run, tracks={"loss": Track(some, [step * 10**8 for step in some], [noisy[step] for step in some])})
         for some in steps
     ]
-    points = compare_runs(sides[0], goodput(sides[0]), sides[1], goodput(sides[1])).loss_by_step
+    compared = compare_runs(sides[0], goodput(sides[0]), sides[1], goodput(sides[1]))
+    points = compared.loss_by_step
     assert len(points) >= 9 and all(point.noise > 0 for point in points)
     assert sum(abs(point.new - point.base) > point.noise for point in points) <= 1
-    (table,) = (part for part in whole_run_parts(compare_runs(sides[0], goodput(sides[0]), sides[1], goodput(sides[1])))
-                if isinstance(part, Table) and part.id == "loss_by_step")  # fmt: skip
+    tables = [part for part in whole_run_parts(compared) if isinstance(part, Table)]
+    (table,) = (part for part in tables if part.id == "loss_by_step")
     assert "within noise" in table.columns["change"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.run.series import Run
-from stepscope.analysis.time.loop_time import MEASURING, WARMUP
+from stepscope.analysis.time.loop_time import DATA, MEASURING, WARMUP
 from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
@@ -124,7 +124,8 @@ def card_document(card: Card) -> Document:
         parts += ledger_parts(card.ledger, is_faster)
     if summary.loop is not None and len(summary.loop.rows) > 1:
         loop = summary.loop
-        names = [f"{row.name} ({row.num}×)" if row.num else row.name for row in loop.rows]
+        # A DataLoader starts sometimes, and every step waits for it.
+        names = [f"{row.name} ({row.num}×)" if row.num and row.name != DATA else row.name for row in loop.rows]
         beyond = [row.name for row in loop.rows if row.name in (WARMUP, MEASURING)]
         what = f"; {' and '.join(beyond)}: beyond a training step" if beyond else ""
         title = f"where the loop's wall-clock time goes ({plural(loop.num_steps, 'step')}{what})"
@@ -167,7 +168,7 @@ def _run(recording: Recording) -> Iterator[Fact]:
 
 def _status(recording: Recording) -> str:
     if recording.status == "interrupted":
-        runs = writer_runs(recording.folder, recording.facts)
+        runs = False if recording.facts.get("finished_at") else writer_runs(recording.folder, recording.facts)
         return {True: "still running", False: "interrupted", None: "interrupted, or still running"}[runs]
     if recording.status != "failed":
         return ""

@@ -7,7 +7,18 @@ from typing import Any
 
 from stepscope.analysis.comparison.compare import PASSED, UNDECIDED, Comparison, Pair, TableRow
 from stepscope.analysis.comparison.compare import Table as Parts
-from stepscope.analysis.comparison.metrics import FEWEST, METRICS, NO_DIFFERENCE, RUNS, SAME, STEPS, TOO_FEW, Change
+from stepscope.analysis.comparison.metrics import (
+    DISTURBED,
+    FEWEST,
+    METRICS,
+    NO_DIFFERENCE,
+    NONE_SHOWN,
+    RUNS,
+    SAME,
+    STEPS,
+    TOO_FEW,
+    Change,
+)
 from stepscope.analysis.comparison.significance import SIGNIFICANCE
 from stepscope.analysis.time.phases import UNATTRIBUTED
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table
@@ -42,7 +53,9 @@ def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
         at = "" if is_one else f" at {detailed.name}"
         # Changes within the noise or the threshold have no causes.
         changes = [detailed.change("step_time"), detailed.change("peak_memory")]
-        unchanged = {change.unit for change in changes if change and change.verdict in (NO_DIFFERENCE, SAME)}
+        unchanged = {
+            change.unit for change in changes if change and change.verdict in (NO_DIFFERENCE, DISTURBED, SAME)
+        }
         shown = [table for table in detailed.tables if table.delta and table.unit not in unchanged]
         tables = tuple(_parts(table, num_rows) for table in shown)
         sections.append(Section("causes", f"Where the change comes from{at}", tables))
@@ -63,7 +76,7 @@ def headline(comparison: Comparison) -> str:
     sentence = f"{plural(len(comparison.pairs), 'point')} compared: {verdicts}."
     largest = _most_changed(comparison)
     change = None if largest is None else largest.change("step_time")
-    if largest is not None and change is not None and change.verdict not in (NO_DIFFERENCE, TOO_FEW):
+    if largest is not None and change is not None and change.verdict not in NONE_SHOWN:
         sentence += f" The largest change is at {largest.name}: {change_text(change)} ({interval_text(change)})."
     return sentence
 
@@ -79,7 +92,7 @@ def _most_changed(comparison: Comparison) -> Pair | None:
         change = pair.change("step_time")
         if change is None:
             return False, -1.0
-        return change.verdict not in (NO_DIFFERENCE, TOO_FEW), abs(change.share or 0.0)
+        return change.verdict not in NONE_SHOWN, abs(change.share or 0.0)
 
     return max((pair for pair in comparison.pairs if pair.changes), key=weight, default=None)
 
@@ -105,6 +118,8 @@ def _pair_sentence(pair: Pair, comparison: Comparison) -> str:
     tested = f"95 % interval {interval_text(change)}, {p_text(change.p_value or 0.0)}"
     tested += f", {counts} runs" if unit == RUNS else ""
     however = _however(pair, change)
+    if change.verdict == DISTURBED:
+        return f"Cannot tell: {took} ({tested}). {_disturbed(change)}"
     if change.verdict == NO_DIFFERENCE:
         return f"No difference shown: {took} ({tested}). {_why_none(change, comparison.threshold_share)}{however}"
     return f"{change.verdict.capitalize()}: {took} ({tested}){_largest_part(pair)}.{however}"
@@ -124,13 +139,15 @@ def _however(pair: Pair, change: Change) -> str:
     return f" But {text}: other steps are not like those compared here."
 
 
+def _disturbed(change: Change) -> str:
+    base, new = map(whole_percent, change.others_shares or (0.0, 0.0))
+    return (
+        f"Other processes used the CPU cores: training waited for one {base} of the time (base) and {new} (new). "
+        "Compare several runs of each, made in turns: --base … --new …"
+    )
+
+
 def _why_none(change: Change, threshold_share: float) -> str:
-    if change.is_disturbed and change.others_shares is not None:
-        base, new = map(whole_percent, change.others_shares)
-        return (
-            f"Other processes used the CPU cores: training waited for one {base} of the time (base) and {new} (new). "
-            "Compare several runs of each, made in turns: --base … --new …"
-        )
     if change.is_significant:
         return f"The change is larger than the noise but below the threshold of {percent(threshold_share)}."
     power = f"These samples detect a change of {percent(change.detectable_share or 0.0)} four times out of five."
@@ -167,7 +184,7 @@ def _metrics(pair: Pair) -> Table:
     for change in pair.changes:
         base, new = figure(change.base, change.unit), figure(change.new, change.unit)
         title, interval = METRICS[change.metric].title, interval_text(change)
-        rows.append((title, base, new, change_text(change), _verdict(change), interval))
+        rows.append((title, base, new, change_text(change), change.verdict, interval))
     return _table("metrics", "Metrics", ("metric", "base", "new", "change", "verdict", "95 % interval"), rows)
 
 
@@ -233,7 +250,7 @@ def _table(id: str, title: str, titles: Sequence[str], rows: Sequence[Sequence[s
 def _lacks(pair: Pair) -> list[str]:
     """Return what could not be compared; if the time did not change, missing causes do not count."""
     step = pair.change("step_time")
-    is_unchanged = step is not None and step.verdict == NO_DIFFERENCE
+    is_unchanged = step is not None and step.verdict in (NO_DIFFERENCE, DISTURBED)
     texts = [
         f"{METRICS[each.what].title if each.what in METRICS else BY.get(each.what, each.what)}: {each.reason}"
         for each in pair.missing
@@ -280,12 +297,6 @@ def p_text(p_value: float) -> str:
     ('p < 0.001', 'p = 0.041')
     """
     return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"
-
-
-def _verdict(change: Change) -> str:
-    if change.verdict == NO_DIFFERENCE and change.detectable_share is not None and not change.is_significant:
-        return f"{change.verdict} (detectable from {percent(change.detectable_share)})"
-    return change.verdict
 
 
 def _level(table: Parts, value: float) -> str:

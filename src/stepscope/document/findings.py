@@ -20,7 +20,13 @@ LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a 
 
 _OTHER_DEVICE = {ABOUT_GPUS: "GPUs", ABOUT_CPUS: "CPUs"}
 """The reasons of checks that do not apply: they are counted, and only `--json` lists them."""
-_LESS_WORK = {"padding": "tokens,flops", "forward_without_backward": "flops", "product_order": "flops"}
+_LESS_WORK = {
+    "padding": "tokens,flops",
+    **dict.fromkeys(
+        ("forward_without_backward", "product_order", "discarded_gradients", "work_beside_training", "constant_work",
+         "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop"), "flops",
+    ),
+}  # fmt: skip
 """What is not equal after the fix of a finding, so that `compare` must be told."""
 
 
@@ -32,7 +38,7 @@ def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Do
         step = f"A step takes {duration(diagnosis.step_ns, 3)} ({how})."
         average = duration(diagnosis.average_ns or diagnosis.step_ns, 3)
         if diagnosis.later_ns is not None:
-            later = f"in the whole loop {duration(diagnosis.later_ns, 3)}, because later steps are faster"
+            later = f"later steps are faster, {duration(diagnosis.later_ns, 3)}"
             step = f"A timed step takes {average} on average; {later}. Findings are about the timed steps."
         elif average != duration(diagnosis.step_ns, 3):
             typical = f"a typical step takes {duration(diagnosis.step_ns, 3)} ({how})"
@@ -103,8 +109,9 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> Find
         prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
     elif recording is not None and (finding.saving_ns or finding.saving_bytes):
         allowed = f" --allow {_LESS_WORK[finding.id]}" if finding.id in _LESS_WORK else ""
-        compare = f"stepscope compare {shlex.quote(recording)} runs/changed{allowed}"
-        prove = f"stepscope run -o runs/changed {diagnosis.script or 'SCRIPT'} && {compare}  # after the change"
+        changed = f"runs/without-{finding.id}"
+        compare = f"stepscope compare {shlex.quote(recording)} {changed}{allowed}"
+        prove = f"stepscope run -o {changed} {diagnosis.script or 'SCRIPT'} && {compare}  # after the change"
     saving, saving_of = saving_texts(finding, diagnosis.average_ns)
     shared = _shared(finding, diagnosis.groups)
     tables = []

@@ -40,8 +40,12 @@ def verdict(recording: Recording, summary: Summary) -> str:
     noise = summary.step_ns.ci_high - summary.step_ns.ci_low
     typical = milliseconds(summary.step_ns.median, noise)
     what_else = _average_and_typical(summary, typical)
-    step = rounded(summary.loop.step_ns) if summary.loop is not None and what_else else typical
+    step = typical
+    if summary.loop is not None:  # the average, as the throughput is of it
+        step = rounded(summary.loop.step_ns) if what_else else milliseconds(summary.loop.step_ns, noise)
     sentence = f"A step takes {step}{' on average' * bool(what_else)}"
+    if what_else and summary.loop is not None and summary.loop.num_left_out:
+        sentence += f" in the last {plural(summary.loop.num_measured, 'undisturbed step')}"
     if summary.throughput is not None:
         sentence += f" ({significant(summary.throughput.per_s)} {summary.throughput.unit}/s)"
     if what_else:
@@ -81,7 +85,8 @@ def _average_and_typical(summary: Summary, typical: str) -> str:
     texts = [f"{rounded(ns)} for {named_between(name)}" for name, ns in added if ns > DIFFERS * step.median]
     if rest > DIFFERS * step.median:
         texts.append(f"{rounded(rest)} more because some steps are slower")
-    return f": {typical} typically, and {' and '.join(texts) or 'the rest for what lies between steps'}. Of a typical step"
+    rest_text = " and ".join(texts) or "the rest for what lies between steps"
+    return f": {typical} typically, and {rest_text}. Of a typical step"
 
 
 def named_between(row: str) -> str:
@@ -113,6 +118,8 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
         if recording.status == "interrupted":
             return "Nothing was measured: the script has not imported torch yet, or was stopped before."
         return "Nothing was measured: the script never imported torch. Name the script that trains."
+    if recording.status == "interrupted" and recording.facts.get("finished_at"):
+        return "The script was interrupted before its first step. Let it run longer."
     if recording.status == "failed":
         return f"The script ended before its first step{_how_it_failed(recording)}. Run it again once that is mended."
     if num_children := recording.facts.get("num_child_processes") or 0:

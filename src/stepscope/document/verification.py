@@ -144,8 +144,8 @@ def _means_sentence(losses: LossCheck) -> str:
     how = "agree" if losses.verdict == gate.AGREE else "differ"
     return (
         f"{how}: on average {_loss(losses.after)} instead of {_loss(losses.before)} in "
-        f"{plural(losses.num_steps, 'step')}, {_small(losses.difference_share)} apart. The data draws random numbers, and "
-        f"workers draw others, so only means are compared; allowed {_small(losses.limit_share)} "
+        f"{plural(losses.num_steps, 'step')}, {_small(losses.difference_share)} apart. The data draws random "
+        f"numbers, and workers draw others, so only means are compared; allowed {_small(losses.limit_share)} "
         f"({_small(losses.tolerance_share)}, plus the {_small(losses.chance_share)} that chance can make)"
     )
 

@@ -26,7 +26,7 @@ class Fix:
     id: str
     about: str  # effect on the script
     arithmetic: str
-    """How losses may differ: `same`, `reordered`, `reduced`, `resampled` or `not comparable` (`comparison/losses.py`)."""
+    """How losses may differ: `same`, `reordered`, `reduced`, `resampled`, `not comparable` (`losses.py`)."""
     code: str
     """The same change in the script, for `stepscope improve`; `{value}` and `{device}` are filled in."""
     values: tuple[str, ...] = ()  # values allowed after `=`, the default first; `N` stands for any number

@@ -66,14 +66,33 @@ def by_saving(finding: Finding) -> tuple[float, float, str]:
     return -(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id
 
 
-def ranked(findings: Sequence[Finding], groups: Sequence[Group], last: str) -> list[Finding]:
-    """Return the findings by what their fix saves. Each fix comes once before any again; `last` has none."""
+MOST = 0.5  # of the peak: what frees more counts for its excess over this, as if it were a share of the step
+
+
+def ranked(
+    findings: Sequence[Finding],
+    groups: Sequence[Group],
+    last: str,
+    average_ns: float | None = None,
+    peak_bytes: int | None = None,
+) -> list[Finding]:
+    """Return the findings by what their fix saves, of the average step or of most of the peak memory. Each fix comes
+    once before any again; `last` has none."""
     together = {group.findings[0]: group.saving_ns for group in groups}
     again = {id for group in groups for id in group.findings[1:]}
 
     def key(finding: Finding) -> tuple[Any, ...]:
         saving_ns, *rest = by_saving(finding)
-        return finding.id == last, finding.id in again, min(saving_ns, -together.get(finding.id, 0.0)), *rest
+        freed = (finding.saving_bytes or 0) / peak_bytes if peak_bytes else 0.0
+        as_ns = (
+            (freed - MOST) * (average_ns or 0.0) if freed <= 1 else 0.0
+        )  # more than the peak is not this process's
+        return (
+            finding.id == last,
+            finding.id in again,
+            min(saving_ns, -together.get(finding.id, 0.0), -max(0.0, as_ns)),
+            *rest,
+        )
 
     return sorted(findings, key=key)
 

@@ -105,10 +105,24 @@ def pauses(case: Case) -> pl.DataFrame:
         "start_ns", pl.col("end_ns").cum_max().shift(1).alias("until_ns"), "end_ns", "place"
     )  # fmt: skip
     last = pl.col("place").forward_fill().shift(1).alias("after")
-    gap = ((pl.col("start_ns") - pl.col("until_ns")).clip(0) * case.clean_share / case.num_steps).alias("duration_ns")
-    table = top.select(last, pl.col("place").backward_fill().alias("before"), gap).drop_nulls()
+    fetches = case.linked.steps.phases.filter(PHASE == DATA).select("start_ns", "end_ns").sort("start_ns")
+    waited = _covered_until(fetches, top["start_ns"]) - _covered_until(fetches, top["until_ns"])
+    gap = (pl.col("start_ns") - pl.col("until_ns") - waited).clip(0) * case.clean_share / case.num_steps
+    before = pl.col("place").backward_fill().alias("before")
+    table = top.select(last, before, gap.alias("duration_ns")).drop_nulls()
     sums = table.group_by("after", "before").agg(pl.col("duration_ns").sum())
     return sums.sort("duration_ns", "after", "before", descending=[True, False, False])
+
+
+def _covered_until(spans: pl.DataFrame, times: pl.Series) -> pl.Series:
+    """Return how much of the time until each of some ordered times lies in disjoint, ordered spans."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    before = spans.with_columns(length.cum_sum().shift(1).fill_null(0).alias("before"))
+    found = times.to_frame("at").join_asof(
+        before, left_on="at", right_on="start_ns", check_sortedness=False, coalesce=False
+    )
+    inside = pl.min_horizontal("at", "end_ns") - pl.col("start_ns")
+    return found.select((pl.col("before") + inside).fill_null(0)).to_series()
 
 
 def pauses_text(case: Case, least_ns: float) -> str:

@@ -229,7 +229,7 @@ def summarize(events: list[Any], num_steps: int) -> dict[str, Any]:
     begin, end = (steps[0][0], steps[-1][1]) if steps else (0, 0)
     starts = [start for start, _ in ranges]
     by_phase: dict[str, list[tuple[int, int]]] = {}
-    num_kernels = num_templates = 0
+    num_kernels = num_templates = num_host_copies = 0
     for start, stop, correlation, name in device_events:
         if name in annotations or name.startswith((PHASE_PREFIX, MODULE_PREFIX, STEP_PREFIX)):
             continue  # the profiler repeats each range on the GPU side
@@ -239,6 +239,7 @@ def summarize(events: list[Any], num_steps: int) -> dict[str, Any]:
         if not name.startswith(("Memcpy", "Memset")):
             num_kernels += 1
             num_templates += name.startswith("triton_tem")
+        num_host_copies += name.startswith(("Memcpy DtoH", "Memcpy HtoD"))
         by_phase.setdefault(_phase_at(launch_ns, starts, ranges), []).append((start, stop))
     graph_launches = [start for start, name in launches.values() if "GraphLaunch" in name]
     return {
@@ -247,6 +248,7 @@ def summarize(events: list[Any], num_steps: int) -> dict[str, Any]:
         "num_ops": sum(begin <= start <= end for start in op_starts),
         "num_kernels": num_kernels,
         "num_template_kernels": num_templates,
+        "num_host_copies": num_host_copies,
         "num_graph_launches": sum(begin <= start <= end for start in graph_launches),
         "gpu_busy_ns": union_ns([interval for intervals in by_phase.values() for interval in intervals]),
         "gpu_busy_ns_by_phase": {phase: union_ns(intervals) for phase, intervals in by_phase.items()},

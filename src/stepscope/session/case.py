@@ -114,6 +114,12 @@ class Case(PerStep):
         """What was live at the peak."""
         return memory_account.account(self.allocations)
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of allocated GPU memory in the memory window; None if it was not read."""
+        facts = self._recording.facts if self._recording is not None else {}
+        return (facts.get("memory") or {}).get("peak_allocated_bytes")
+
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:
         """The memory that every step leaves behind (`analysis/memory/left_behind.py`)."""
@@ -210,14 +216,16 @@ class Case(PerStep):
 
     @cached_property
     def logged_steps(self) -> pl.DataFrame:
-        """The ops of all steps with the line behind each and the use of its result (`op_log.py`); `self_ns` is the time
-        of their work on the GPU if there is one."""
+        """The ops of all steps with the line behind each and the use of its result (`op_log.py`); `self_ns` is the
+        time of their work on the GPU if there is one."""
         ops = logged_ops(self.allocations, self.linked.host)
         if self.is_on_cpu:
             return ops
         spent = self.all_work.group_by(row="call").agg(pl.col("duration_ns").sum().cast(pl.Int64).alias("self_ns"))
-        return ops.drop("self_ns").join(spent, on="row", how="left", maintain_order="left").with_columns(
-            pl.col("self_ns").fill_null(0)
+        return (
+            ops.drop("self_ns")
+            .join(spent, on="row", how="left", maintain_order="left")
+            .with_columns(pl.col("self_ns").fill_null(0))
         )
 
     @property

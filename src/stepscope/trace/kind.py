@@ -65,6 +65,10 @@ def kind_of(path: Path) -> Kind:
         beginning = beginning_of(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}. `ls -ld {path}` says who can") from None
+    if path.suffix == ".py":
+        raise UsageError(
+            f"{path} is a script. `stepscope run {path}` records it, and then `stepscope diagnose` reads that"
+        )
     if beginning[:1] == b"\x80" or path.suffix in (".pickle", ".pkl"):
         return Kind.SNAPSHOT
     is_memory = b'"allocations"' in beginning and b'"traceEvents"' not in beginning

@@ -58,8 +58,8 @@ class RecordingFacts(TypedDict, total=False):
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
     trace: dict[str, Any] | None
     """The trace's `file` and `bytes`, and what was `trimmed`; of its whole steps `num_steps`, `window_ns`, `num_ops`,
-    `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`; with
-    `--repeat` the same for each further trace window under `repeated`.
+    `num_kernels`, `num_template_kernels`, `num_host_copies`, `num_graph_launches`, `gpu_busy_ns`,
+    `gpu_busy_ns_by_phase`; with `--repeat` the same for each further trace window under `repeated`.
     """
     flops: dict[str, Any]
     """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, and the
@@ -84,8 +84,8 @@ OF_A_GPU = {"peak_allocated_bytes", "peak_reserved_bytes", "driver_used_bytes", 
 _EACH_COUNT, _EACH_TEXT = {"*": COUNT}, {"*": TEXT}
 _TRACE_WINDOW = {
     "file?": TEXT, "bytes?": COUNT, "trimmed~": TEXT, "num_steps?": COUNT, "window_ns?": COUNT, "num_ops?": COUNT,
-    "num_kernels?": COUNT, "num_template_kernels?": COUNT, "num_graph_launches?": COUNT, "gpu_busy_ns?": COUNT,
-    "gpu_busy_ns_by_phase?": _EACH_COUNT,
+    "num_kernels?": COUNT, "num_template_kernels?": COUNT, "num_host_copies?": COUNT, "num_graph_launches?": COUNT,
+    "gpu_busy_ns?": COUNT, "gpu_busy_ns_by_phase?": _EACH_COUNT,
 }  # fmt: skip
 _SHAPE = {"query~": [COUNT], "key~": [COUNT], "value~": [COUNT], "mask~": [COUNT]}
 SCHEMA: dict[str, Any] = {

@@ -10,8 +10,8 @@ SAME, REORDERED, REDUCED, RESAMPLED = "same", "reordered", "reduced", "resampled
 NOT_COMPARABLE = "not comparable"
 TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2, RESAMPLED: 2e-2}
 """Allowed difference of losses by effect on the arithmetic: none, reordered sums, or lower precision. Rounding to
-bfloat16's 8 bits is up to 0.4 %, and a step has many roundings. If the data may draw other random numbers, the mean of
-the losses may differ by that, beyond chance."""
+bfloat16's 8 bits is up to 0.4 %, and a step has many roundings. If the data may draw other random numbers, the
+mean of the losses may differ by that, beyond chance."""
 AGREE, DIFFER, NOT_COMPARED = "agree", "differ", "not compared"
 NOISE_FACTOR = 2.0  # beyond the tolerance, this many times the distance of two runs without the change
 _LEAST_SCALE = 0.1
@@ -29,8 +29,8 @@ class LossCheck:
     verdict: str  # `agree`, `differ` or `not compared`
     reason: str | None  # why they were not compared
     arithmetic: str
-    """The change's effect: `same`, `reordered`, `reduced`; `resampled`: the data may draw other random numbers, and if
-    it does, mean losses are compared; `not comparable`."""
+    """The change's effect: `same`, `reordered`, `reduced`; `resampled`: the data may draw other random numbers, and
+    if it does, mean losses are compared; `not comparable`."""
     tolerance_share: float | None = None  # the allowed difference at each step
     noise_share: float | None = None
     """The largest difference between two runs without the change; 0 for a deterministic script."""

@@ -17,6 +17,8 @@ from stepscope.analysis.time.statistics import quantile
 
 THRESHOLD_SHARE = 0.02  # smaller changes are of no practical importance, even if significant (`--threshold`)
 NO_DIFFERENCE, TOO_FEW, SAME = "no difference shown", "too few samples", "same"
+DISTURBED = "cannot tell"
+NONE_SHOWN = (NO_DIFFERENCE, DISTURBED, TOO_FEW)
 STEPS, RUNS = "steps", "runs"
 # Correlation of neighboring steps that chance exceeds with at most 5 % probability, for 20 or more steps.
 _CORRELATED = 1.645
@@ -82,12 +84,13 @@ class Change:
     detectable_share: float | None  # the smallest change that would be detected with 80 % probability
     others_shares: tuple[float, float] | None
     """Shares of the times in which training waited for CPU cores that other processes used too, as the interval
-    includes them; null if neither side did, and for runs. From 10 % on, no difference is shown."""
+    includes them; null if neither side did, and for runs. From 10 % on, two single runs cannot be told apart."""
     is_significant: bool | None  # whether p < 0.05 and the interval excludes 0
     is_worse: bool  # whether it got worse, by any amount
     verdict: str
     """`faster` or `slower` (for others `less`, `more`, `fewer`, `higher`, `lower`) if the change is significant and
-    beyond the threshold; otherwise `no difference shown`, `too few samples`, or, for single figures, `same`."""
+    beyond the threshold; otherwise `no difference shown`, `too few samples`, `cannot tell` if other processes took
+    too much, or, for single figures, `same`."""
 
     @property
     def is_disturbed(self) -> bool:
@@ -118,8 +121,9 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
                 others_shares = base.others_share, new.others_share
                 found = with_waits(found, *others_shares)
             ends = (1 / found.high - 1, 1 / found.low - 1) if metric.is_rate else (found.low - 1, found.high - 1)
-            is_shown = found.is_significant and is_large and not is_much(others_shares)
-            verdict = verdict if is_shown else NO_DIFFERENCE
+            if not (found.is_significant and is_large):
+                verdict = NO_DIFFERENCE
+            verdict = DISTURBED if is_much(others_shares) else verdict
     return Change(
         metric=metric.name,
         unit=metric.unit,

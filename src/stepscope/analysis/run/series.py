@@ -103,6 +103,13 @@ class Run:
         track = self.tracks.get("core_wait_share")
         return median(track.values) if track is not None and track.values else None
 
+    def core_wait_share_of(self, steps: Sequence[int]) -> float | None:
+        """Return the share of time in which training waited for a CPU core in some steps; that of the run if it was
+        not read there; None if it was never read."""
+        waits = self.tracks.get("core_wait_share")
+        known = [] if waits is None else [share for step in steps if (share := waits.at(step)) is not None]
+        return sum(known) / len(known) if known else self.core_wait_share
+
     def share_of_others(self, steps: Sequence[int]) -> float:
         """Return the share of time in which training waited for a CPU core in some steps, if other processes used the
         cores too; else 0."""

@@ -41,8 +41,8 @@ def logged_ops(memory: Mapping[str, Any], host: pl.DataFrame) -> pl.DataFrame:
 
 
 def runs_unseen(work: pl.DataFrame) -> bool:
-    """Return whether work ran without torch's dispatcher, where no log sees what it reads: compiled code, or on a GPU a
-    library's own kernels."""
+    """Return whether work ran without torch's dispatcher, where no log sees what it reads: compiled code, or on a GPU
+    a library's own kernels."""
     op = work["op"].cast(pl.String).fill_null("")
     is_seen = (op.str.contains("::") & ~op.str.contains(_OF_AUTOGRAD)) | (work["class"] == "communication")
     is_kernel = work["kind"].cast(pl.String) == "kernel"

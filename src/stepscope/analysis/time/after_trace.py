@@ -11,12 +11,15 @@ from statistics import median
 from stepscope.analysis.time.statistics import quantile
 from stepscope.trace.recording import Recording, StepSample
 
-MOST_LAUNCH_NS = 8_000  # that a launch costs more; up to 5.7 µs were measured on hosts of H200s
+MOST_LAUNCH_NS = 8_000  # that a launch costs more; up to 7.7 µs were measured on hosts of H200s
+MOST_COPY_NS = (
+    300_000  # that a copy from or to the host costs more; 195 µs were measured, of 0.7 MB to pageable memory
+)
 FEWEST = 8  # steps before and after
 _STANDARD_ERRORS = 3.0
 _QUARTILES = 1.35  # standard deviations between the quartiles of a normal distribution
 _MEDIAN = 1.25  # standard errors of the mean in one of the median
-_PASSES = "unattributed"  # of a free step
+_PASSES, _OTHER = "unattributed", "other"  # of a free step
 
 
 def launch_cost_ns(recording: Recording, own_ns: Callable[[StepSample], int]) -> int:
@@ -25,9 +28,10 @@ def launch_cost_ns(recording: Recording, own_ns: Callable[[StepSample], int]) ->
     `own_ns` is a step's time without its wait for data and what lies between steps.
     """
     trace = recording.facts.get("trace") or {}
-    num_launches = (trace.get("num_kernels") or 0) / max(1, trace.get("num_steps") or 1)
+    most_ns = (trace.get("num_kernels") or 0) * MOST_LAUNCH_NS + (trace.get("num_host_copies") or 0) * MOST_COPY_NS
+    most_ns /= max(1, trace.get("num_steps") or 1)
     traced = [sample.step for sample in recording.samples if sample.window == "trace"]
-    if not num_launches or not traced:
+    if not most_ns or not traced:
         return 0
     quiet = [sample for sample in recording.samples if not sample.num_compiles]
     before = [sample for sample in quiet if sample.window == "clean" and sample.step < traced[0]]
@@ -38,8 +42,7 @@ def launch_cost_ns(recording: Recording, own_ns: Callable[[StepSample], int]) ->
     times = [sorted(own_ns(sample) * work / _work(sample) for sample in some) for some in (before, after)]
     longer = median(times[1]) - median(times[0])
     error = sum((_MEDIAN * _spread(each)) ** 2 / len(each) for each in times) ** 0.5
-    is_possible = longer <= num_launches * MOST_LAUNCH_NS
-    return round(longer) if is_possible and longer > _STANDARD_ERRORS * error else 0
+    return round(longer) if longer <= most_ns and longer > _STANDARD_ERRORS * error else 0
 
 
 def without_launch_cost(recording: Recording, cost_ns: int) -> Recording:
@@ -52,9 +55,13 @@ def without_launch_cost(recording: Recording, cost_ns: int) -> Recording:
 
 
 def _shorter(sample: StepSample, cost_ns: int) -> StepSample:
-    passes = sample.host_ns.get(_PASSES, 0)
-    less = min(cost_ns, passes)
-    host_ns = {**sample.host_ns, _PASSES: passes - less}
+    host_ns, left = dict(sample.host_ns), cost_ns
+    for part in (_PASSES, _OTHER):
+        less = min(left, host_ns.get(part, 0))
+        if less:
+            host_ns[part] -= less
+            left -= less
+    less = cost_ns - left
     return replace(sample, start_ns=sample.start_ns + less, wall_ns=sample.wall_ns - less, host_ns=host_ns)
 
 

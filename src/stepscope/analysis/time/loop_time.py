@@ -75,6 +75,7 @@ class LoopTime:
     num_measured: int  # the undisturbed steps behind `step_ns`
     between_ns: Mapping[str, float]  # the part of `step_ns` that lies between steps, by row
     caveat: str | None  # why `step_ns` may not hold for a longer run; null if nothing speaks against it
+    num_left_out: int = 0  # earlier undisturbed steps that took clearly longer or shorter, and are not measured
     launch_cost_ns: int = 0  # how much longer a free step was because of the trace before it; part of `measuring`
 
     def is_faster_than(self, timed_ns: float) -> bool:
@@ -116,6 +117,7 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
         caveat=_caveat(_at_mean_work(measured, settled), unknown)
         or _other_steps(measured, undisturbed, on_device, bool(num_prefetched))
         or (None if is_drained else NOT_DRAINED.format(num_prefetched)),
+        num_left_out=len(undisturbed) - len(measured) if _other_times(measured, undisturbed, on_device) else 0,
         launch_cost_ns=cost_ns,
     )
 
@@ -151,14 +153,19 @@ def _other_steps(
     work, all_work = (fmean([s.num_tokens or s.num_samples or 0 for s in some]) for some in (measured, undisturbed))
     if abs(work - all_work) > MEANS_DIFFER * all_work:
         return f"batches changed: only the last {num} are measured"
-    earlier = [sample for sample in undisturbed if sample.step < measured[0].step]
-    if has_queue or len(earlier) < FEWEST:
+    if has_queue or not (times := _other_times(measured, undisturbed, on_device)):
         return None  # batches that were ready came sooner
-    before, after = (fmean([_step_only_ns(s, on_device) for s in some]) for some in (earlier, measured))
-    if abs(before - after) <= MEANS_DIFFER * after:
-        return None
     # Measuring begins at or after the change: which step that was is for drift to say.
-    return f"earlier steps took {before / after:.2f} times as long on average: only the last {num} are measured"
+    return f"earlier steps took {times:.2f} times as long on average: only the last {num} are measured"
+
+
+def _other_times(measured: Sequence[StepSample], undisturbed: Sequence[StepSample], on_device: bool) -> float | None:
+    """Return how many times as long the steps before the measured ones took on average; None if they took as long."""
+    earlier = [sample for sample in undisturbed if sample.step < measured[0].step]
+    if len(earlier) < FEWEST:
+        return None
+    before, after = (fmean([_step_only_ns(s, on_device) for s in some]) for some in (earlier, measured))
+    return before / after if abs(before - after) > MEANS_DIFFER * after else None
 
 
 def _undisturbed(recording: Recording) -> list[StepSample]:
@@ -292,8 +299,7 @@ def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tupl
             where = Counter({place: n for kind, row in BETWEEN.items() if row == name
                              for place, n in places.get(kind, {}).items()})  # fmt: skip
             found = tuple(place for place, _ in where.most_common())
-            times = 0 if name == DATA else num[name]  # a DataLoader starts sometimes, and every step waits for it
-            rows.append(LoopRow(name, ns[name], ns[name] / max(1, wall_ns), times, found))
+            rows.append(LoopRow(name, ns[name], ns[name] / max(1, wall_ns), num[name], found))
     return tuple(rows), wall_ns
 
 

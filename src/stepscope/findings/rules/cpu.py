@@ -127,7 +127,8 @@ def cpu_bfloat16(case: Case) -> list[Finding]:
 def core_waits(case: Case) -> list[Finding]:
     """Return the finding of `other_process` for a recording on a CPU."""
     _flags(case)
-    if (share := case.run.core_wait_share) is None:
+    timed = [sample.step for sample in case.recording.window("clean")]
+    if (share := case.run.core_wait_share_of(timed)) is None:
         raise Unavailable(
             "The recording has no readings of how long training waited for a CPU core. Linux has them, in long runs."
         )
@@ -138,12 +139,14 @@ def core_waits(case: Case) -> list[Finding]:
     lost_ns = share * case.average_ns
     if ledger is not None:
         lost_ns = min(lost_ns, sum(ledger.parts.get(row, 0) for row in _RUNNING) / ledger.num_steps)
+    has_workers = (case.recording.facts.get("loader") or {}).get("num_workers")
+    workers = ", or its own DataLoader workers," if has_workers else ""
     row = {"wait_share": share, "num_readings": len(waits.values), "highest_share": max(waits.values)}
     return one_finding(
-        sentence=f"Training waits for a CPU core {whole_percent(share)} of the time, up to {case.cost_text(lost_ns)} "
-        "in ops: other processes, or its own DataLoader workers, run on the same cores. Every time in this recording "
-        "is longer for it.",
-        fix="top  # end what else runs, wait for it, or start fewer workers; then record again",
+        sentence=f"In the timed steps, training waits for a CPU core {whole_percent(share)} of the time, up to "
+        f"{case.cost_text(lost_ns)} in ops: other processes{workers} run on the same cores. Every time in this "
+        "recording is longer for it.",
+        fix=f"top  # end what else runs{', start fewer workers' * bool(workers)}, or wait for it; then record again",
         saving_ns=lost_ns,
         rows=_RUNNING,
         upper_bound=True,
