@@ -37,6 +37,7 @@ COMPILE_S = {"compile": 30.0, "launch_bound": 30.0, "compile=max-autotune-no-cud
 """What compiling may add to a run, before one was measured."""
 NUM_TRACED = 2
 FIXED_ORDER, BY_PROMISE = "the fixed order", "the order of what promises most per second"
+ENVIRONMENT = ("other_process", "throttling", "unclaimed_time")  # findings without a change in the script
 LARGE_SHARE = 0.25  # of a step: a phase that long is looked at first
 LOWER_PRECISION_SHARE = 0.25
 """What bfloat16 is expected to save of the GPU's time in float32: between nothing and half of it."""
@@ -86,6 +87,7 @@ class Promises:
         self._survey = survey
         self.num_traced = NUM_TRACED if reads_traces else 0
         self.shares: dict[str, float] = {}  # change → the share of a step that it promises to save
+        self.by_hand: dict[str, float] = {}  # the same by finding, of those whose fix is a change in the script
 
     def num_traced_with(self, fixes: str) -> int:
         """Return how many steps to trace in a run that is timed before that; 0 if so few timed steps are not enough.
@@ -106,6 +108,8 @@ class Promises:
             by_finding = _expected(self._survey, best) if self.num_traced else {}
         except StepscopeError as error:
             problem = str(error)
+        known = {*FIXES, *(name for fix in FIXES.values() for name in fix.findings), *ENVIRONMENT}
+        self.by_hand = {name: share for name, share in by_finding.items() if name not in known}
         for name, phase in PHASE_OF.items():
             if (share := phase_share(best, phase) or 0.0) > LARGE_SHARE:
                 by_finding.setdefault(name, share)

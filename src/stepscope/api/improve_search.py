@@ -76,6 +76,7 @@ class Search:
         self.spent_s = 0.0
         self.trials: dict[str, Trial] = {}  # the last one of each change
         self._promises: Promises
+        self.by_hand: dict[str, float] = {}  # findings about the best that a change in the script would mend
         self.order = FIXED_ORDER
         self._tried_on: dict[str, tuple[str, ...]] = {}
         self.kept: list[str] = []
@@ -183,6 +184,7 @@ class Search:
         """Take what changes promise from the ledger of the best; return why it could not be computed."""
         begun = time.monotonic()
         problem = self._promises.look(changes, best)
+        self.by_hand = self._promises.by_hand
         self.spent_s += time.monotonic() - begun
         return problem
 

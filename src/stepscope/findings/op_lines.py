@@ -85,8 +85,8 @@ def python_between_ns(case: Case, ops: pl.DataFrame) -> float:
 
 
 def with_lines(ledger: Ledger, case: Case) -> Ledger:
-    """Return a ledger with the lines that take most of a step, if a recording on a CPU has them."""
-    lines = if_available(lambda: lines_of(case, ops_of(case)).head(_MOST_LISTED)) if case.is_on_cpu else None
+    """Return a ledger with the lines that take most of a step, if a recording has them."""
+    lines = if_available(lambda: lines_of(case, logged_of(case)).head(_MOST_LISTED))
     if lines is None:
         return ledger
     share = (pl.col("duration_ns") / ledger.step_ns).alias("share")

@@ -71,6 +71,9 @@ class Improvement(Shown):
     limit_s: float
     is_finished: bool  # whether everything was tried; false if the time was up, or it was interrupted
     warnings: tuple[str, ...] = ()
+    by_hand: Mapping[str, float] = field(default_factory=dict)
+    """Findings about the best whose fix is a change in the script, which is not tried, with the share of a step that
+    it is expected to save."""
 
     @property
     def is_interrupted(self) -> bool:
