@@ -109,7 +109,8 @@ def card_document(card: Card) -> Document:
     diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
     following = f"{diagnose}stepscope report {shlex.quote(str(shown))} --open"
     if not summary.num_steps:  # the verdict says what to change before
-        following = f"stepscope run {card.recording.script or 'train.py'}"
+        script = card.recording.script if card.recording.facts.get("environment") else None  # else it has no torch
+        following = f"stepscope run {script or 'path/to/train.py'}"
     last = Fact("recording", str(shown)), Fact("next", following)
     problems = () if card.whole_run is None else card.whole_run.problems
     parts: list[Part] = [Facts((*card.run, *card.figures, *problems))]
