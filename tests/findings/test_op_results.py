@@ -207,13 +207,13 @@ from torch import nn
 torch.manual_seed(0); torch.set_num_threads(1)
 net, head = nn.Linear(256, 256), nn.Linear(256, 4)
 optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], 0.01)
-table = torch.randn(700, 64)
+table = torch.randn(1000, 64)
 def prior():
     return torch.cdist(table, table).mean()
 for step in range(14):
     x = torch.randn(1024, 256)
     with torch.no_grad():
-        report = torch.randn(40_000).sort().values.mean()
+        report = torch.randn(60_000).sort().values.mean()
     scale = prior()
     wasted = net(x).square().mean()
     wasted.backward()
