@@ -21,7 +21,7 @@ from stepscope.document.whole_run import WholeRun
 from stepscope.errors import StepscopeError
 from stepscope.formatting import milliseconds, plural
 from stepscope.session import Session
-from stepscope.session.job import Processes, processes_of
+from stepscope.session.job import Processes, of_all_ranks, processes_of
 from stepscope.session.process import writer_runs
 from stepscope.trace.history_file import HISTORY_FILE
 from stepscope.trace.recording import Recording
@@ -64,7 +64,7 @@ class Card(Shown):
         recording, summary = session.recording, session.summary
         ledger, lacks = _ledger(session) if with_ledger else (None, ())
         processes = processes_of(session)
-        summary = _of_all_ranks(summary, processes)
+        summary = of_all_ranks(summary, processes)
         whole_run = WholeRun.of(session, price_per_hour)
         # With a history, goodput is that of the whole run, as `watch` shows it, and not of the loop alone.
         has_history = (recording.folder / HISTORY_FILE).is_file()
@@ -179,22 +179,6 @@ def _status(recording: Recording) -> str:
         + (f" with exit code {exit_code}" if exit_code is not None else "")
         + (f" ({error})" if error else "")
     )
-
-
-def _of_all_ranks(summary: Summary, processes: Processes) -> Summary:
-    """Return a rank's summary with the throughput of all recorded ranks together, and their time per step."""
-    works = []
-    for session in processes.ranks.values():
-        if (work := session.summary.throughput) is not None:
-            works.append(work)
-        if session.summary is not summary:
-            session.release()
-    if summary.throughput is None or summary.loop is None or len(works) < 2:
-        return summary
-    per_step, per_s = sum(work.per_step for work in works), sum(work.per_s for work in works)
-    throughput = dataclasses.replace(summary.throughput, per_step=per_step, per_s=per_s)
-    loop = dataclasses.replace(summary.loop, step_ns=per_step / per_s * 1e9)
-    return dataclasses.replace(summary, throughput=throughput, loop=loop)
 
 
 def _processes(processes: Processes) -> Iterator[Fact]:

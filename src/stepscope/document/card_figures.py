@@ -85,6 +85,8 @@ def _flops(recording: Recording, summary: Summary) -> Iterator[Fact]:
     if flops is None:
         if step is not None:
             why = "see the note" if recording.window("memory") else "the run ended before the memory and FLOPs window"
+            if (recording.facts.get("config") or {}).get("memory") is False:
+                why = "the memory and FLOPs window was left out (--no-memory)"
             yield Fact("FLOPs", "not counted", why)
         return
     if not flops.hardware_flops:

@@ -121,7 +121,7 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
     if recording.status == "interrupted" and recording.facts.get("finished_at"):
         return "The script was interrupted before its first step. Let it run longer."
     if recording.status == "failed":
-        return f"The script ended before its first step{_how_it_failed(recording)}. Run it again once that is mended."
+        return f"The script ended before its first step{_how_it_failed(recording)}. Run it again once that is fixed."
     if num_children := recording.facts.get("num_child_processes") or 0:
         return (
             f"No step was found in this process or in the {plural(num_children, 'process', 'processes')} it started. "

@@ -93,9 +93,9 @@ def with_lines(ledger: Ledger, case: Case) -> Ledger:
     return replace(ledger, largest_lines=lines.with_columns(share))
 
 
-def pauses(case: Case) -> pl.DataFrame:
+def pauses(case: Case, of_data: bool = False) -> pl.DataFrame:
     """Return the time in which no op runs by the lines before and after it, per step, the longest first:
-    `after`, `before`, `duration_ns`."""
+    `after`, `before`, `duration_ns`. That in which a batch is fetched counts alone, or not at all."""
     ops = ops_of(case)
     called = ops.filter(PHASE.ne_missing("backward"))
     if called.is_empty():
@@ -107,7 +107,8 @@ def pauses(case: Case) -> pl.DataFrame:
     last = pl.col("place").forward_fill().shift(1).alias("after")
     fetches = case.linked.steps.phases.filter(PHASE == DATA).select("start_ns", "end_ns").sort("start_ns")
     waited = _covered_until(fetches, top["start_ns"]) - _covered_until(fetches, top["until_ns"])
-    gap = (pl.col("start_ns") - pl.col("until_ns") - waited).clip(0) * case.clean_share / case.num_steps
+    left = pl.lit(waited) if of_data else pl.col("start_ns") - pl.col("until_ns") - waited
+    gap = left.clip(0) * case.clean_share / case.num_steps
     before = pl.col("place").backward_fill().alias("before")
     table = top.select(last, before, gap.alias("duration_ns")).drop_nulls()
     sums = table.group_by("after", "before").agg(pl.col("duration_ns").sum())
@@ -125,10 +126,10 @@ def _covered_until(spans: pl.DataFrame, times: pl.Series) -> pl.Series:
     return found.select((pl.col("before") + inside).fill_null(0)).to_series()
 
 
-def pauses_text(case: Case, least_ns: float) -> str:
+def pauses_text(case: Case, least_ns: float, of_data: bool = False) -> str:
     """Return the longest stretches without an op as a sentence; none that is shorter than `least_ns`."""
     parts = []
-    table = if_available(lambda: pauses(case)) if case.is_on_cpu else None
+    table = if_available(lambda: pauses(case, of_data)) if case.is_on_cpu else None
     if table is None:
         return ""
     for after, before, ns in table.filter(pl.col("duration_ns") >= least_ns).head(_MOST_LINES).iter_rows():
@@ -141,7 +142,10 @@ def data_text(case: Case, least_ns: float) -> str:
     """Return the lines of the ops that make a batch in the training process, as a sentence; none that takes less than
     `least_ns`."""
     ops = if_available(lambda: ops_of(case)) if case.is_on_cpu else None
-    return "" if ops is None else _ops_at("The batch's", lines_of(case, ops.filter(PHASE == DATA)), least_ns)
+    if ops is None:
+        return ""
+    text = _ops_at("The batch's", lines_of(case, ops.filter(PHASE == DATA)), least_ns)
+    return text + pauses_text(case, least_ns, of_data=True)
 
 
 def outside_text(case: Case, least_ns: float) -> str:

@@ -13,6 +13,7 @@ from stepscope.analysis.comparison.sweeps import PointSummary, varying_axes
 from stepscope.analysis.comparison.whole_runs import WholeRuns, compare_runs
 from stepscope.errors import NotComparableError, StepscopeError, UsageError
 from stepscope.session.goodput import goodput_of
+from stepscope.session.job import of_all_ranks, processes_of
 from stepscope.session.session import Progress, Session, open_session
 from stepscope.trace.kind import Kind
 
@@ -113,7 +114,7 @@ def _trace(session: Session) -> Subject:
 
 def _recording(session: Session) -> Subject:
     """Return a recording with what its trace and memory window tell; without them, with what to run."""
-    recording, summary = session.recording, session.summary
+    recording, summary = session.recording, of_all_ranks(session.summary, processes_of(session))
     account, missing = None, {}
     try:
         if session.has_memory_window:

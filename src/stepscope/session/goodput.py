@@ -1,5 +1,6 @@
 """The goodput of a recording, and of all recordings of its job that lie beside it."""
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,13 @@ def goodput_of(session: Session) -> Goodput | None:
     It is that of the history's blocks, which `watch` reads too, and not of exact steps: one run has one goodput.
     """
     history = read_history(session.path)
-    return goodput(session.run if history is None or not history.blocks else run_of(None, history))
+    found = goodput(session.run if history is None or not history.blocks else run_of(None, history))
+    for other in session.rank_recordings.values():  # the work of a job is that of all its ranks
+        own = goodput_of(other)
+        if found is not None and own is not None:
+            sums = found.num_tokens + own.num_tokens, found.num_samples + own.num_samples
+            found = replace(found, num_tokens=sums[0], num_samples=sums[1])
+    return found
 
 
 def job_of(session: Session) -> Goodput | None:

@@ -1,10 +1,11 @@
 """The processes of a recording: its ranks, those that are missing, and processes without a rank."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from stepscope.analysis.time.summary import Summary
 from stepscope.session.session import Session
 from stepscope.trace.kind import Kind, kind_of
 
@@ -48,3 +49,19 @@ def _environment(session: Session) -> dict[str, Any]:
 
 def _number(value: Any, otherwise: int) -> int:
     return value if isinstance(value, int) and value >= 0 else otherwise
+
+
+def of_all_ranks(summary: Summary, processes: Processes) -> Summary:
+    """Return a rank's summary with the throughput of all recorded ranks together, and their time per step."""
+    works = []
+    for session in processes.ranks.values():
+        if (work := session.summary.throughput) is not None:
+            works.append(work)
+        if session.summary is not summary:
+            session.release()
+    if summary.throughput is None or summary.loop is None or len(works) < 2:
+        return summary
+    per_step, per_s = sum(work.per_step for work in works), sum(work.per_s for work in works)
+    throughput = replace(summary.throughput, per_step=per_step, per_s=per_s)
+    loop = replace(summary.loop, step_ns=per_step / per_s * 1e9)
+    return replace(summary, throughput=throughput, loop=loop)

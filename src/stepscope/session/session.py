@@ -51,6 +51,11 @@ def open_session(
     named = [path] if isinstance(path, (str, os.PathLike)) else path or [latest_run()]
     paths = tuple(map(Path, named))
     kinds = [kind_of(each) for each in paths]
+    if rank is not None and kinds == [Kind.RECORDING]:
+        # A recording of several ranks is that of the first, with those of the others inside it.
+        inside = paths[0] / f"rank{rank}"
+        if inside.is_dir() and kind_of(inside) is Kind.RECORDING:
+            paths, rank = (inside,), None
     session = Session(paths, kinds[0] if len(paths) == 1 else Kind.RANKS, rank, use_cache, progress, spread)
     if session.kind is Kind.RANKS:
         _ = session.trace_files  # UsageError for a folder without a trace

@@ -107,10 +107,14 @@ class Recording:
 
     @property
     def script(self) -> str | None:
-        """The words after `stepscope run` that record one process again; None if they are unknown."""
+        """The words after `stepscope run` that record it again; None if they are unknown, as of ranks that something
+        else started."""
         command = self.facts.get("command") or {}
         words = [str(word) for word in command.get("argv") or []]
-        if not words or not words[0] or (self.facts.get("environment") or {}).get("world_size", 1) > 1:
+        is_rank = (self.facts.get("environment") or {}).get("world_size", 1) > 1
+        if (
+            not words or not words[0] or (is_rank and not command.get("script"))
+        ):  # else the words begin with a launcher
             return None
         if command.get("module"):
             words = ["-m", str(command.get("program") or words[0]), *words[1:]]

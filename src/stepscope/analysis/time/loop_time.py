@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, median, pvariance
 
 from stepscope.analysis.time.after_trace import launch_cost_ns, without_launch_cost
@@ -42,8 +43,9 @@ UNTIMED = "warmup"
 FENCE = 7.0  # distances from the first quartile to the median: Tukey's outer fence of a symmetric distribution
 LEAST_EXCESS = 1.5  # of the median
 MEANS_DIFFER = 0.05
-STANDARD_ERRORS = 3.0
+OF_MANY_PLACES = 6.0  # standard errors: the place is chosen for its difference
 FEWEST = 8
+_NUM_BLOCKS = 4
 NOT_DRAINED = "up to {} batches had been prefetched: more steps would show whether the DataLoader keeps up"
 
 
@@ -223,20 +225,40 @@ def _num_unsettled(times: Sequence[float]) -> int:
     """Return the step after which times no longer change: a queue of prefetched batches drains, clocks fall.
 
     >>> _num_unsettled([3] * 20 + [9] * 60), _num_unsettled([9, 3] * 40)
-    (40, 0)
+    (20, 0)
     """
     begin = 0
-    while len(times) - begin >= 2 * FEWEST and _differ(times[begin:]):
-        begin += (len(times) - begin) // 2
+    while (change := _change(times[begin:])) is not None:
+        begin += change
     return begin
 
 
-def _differ(times: Sequence[float]) -> bool:
-    """Return whether the two halves differ by more than chance and by more than matters."""
-    first, second = times[: len(times) // 2], times[len(times) // 2 :]
-    difference = abs(fmean(first) - fmean(second))
-    error = (pvariance(first) / len(first) + pvariance(second) / len(second)) ** 0.5
-    return difference > MEANS_DIFFER * fmean(times) and difference > STANDARD_ERRORS * error
+def _change(times: Sequence[float]) -> int | None:
+    """Return the step before which times differ most from those after it, if by more than matters and by more than
+    they vary from block to block on either side: where other processes make some stretches slow, no part is the pace.
+    """
+    num = len(times)
+    places = range(FEWEST, num - FEWEST + 1)
+    if not places:
+        return None
+    sums = [0.0, *accumulate(times)]
+
+    def apart(place: int) -> float:
+        first, second = sums[place] / place, (sums[num] - sums[place]) / (num - place)
+        return float(abs(first - second) * (place * (num - place)) ** 0.5)
+
+    place = max(places, key=apart)
+    sides = times[:place], times[place:]
+    difference = abs(fmean(sides[0]) - fmean(sides[1]))
+    error = sum(_error(side) ** 2 for side in sides) ** 0.5
+    return place if difference > MEANS_DIFFER * fmean(times) and difference > OF_MANY_PLACES * error else None
+
+
+def _error(times: Sequence[float]) -> float:
+    """Return the standard error of a mean of times of which neighbors may be alike."""
+    size = max(1, len(times) // _NUM_BLOCKS)
+    blocks = [fmean(times[at : at + size]) for at in range(0, len(times) - size + 1, size)]
+    return float(max(pvariance(blocks) / (len(blocks) - 1), pvariance(times) / len(times)) ** 0.5)
 
 
 def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
@@ -261,9 +283,10 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     first, last = min(times), max(times)
     if first == last:
         return (times[first] / num_steps, True) if first else (0.0, is_whole or kind == "loader_start")
-    later_ns = times.total() - times[first]  # the first time may compile, or open files
+    later_ns = times.total() - times[first]
     if is_whole:
-        return later_ns / (len(times) - 1) * len(times) / num_steps, True
+        # The first time may compile, or open files. It may also be a short trial, as trainers make one.
+        return (later_ns + min(times[first], later_ns / (len(times) - 1))) / num_steps, True
     return later_ns / (last - first), True
 
 
@@ -339,7 +362,7 @@ def _gap_ns(times: Mapping[str, int]) -> int:
 def _caveat(settled: Sequence[float], unknown: Sequence[str]) -> str | None:
     if len(settled) < FEWEST:
         return f"only {plural(len(settled), 'step')} to go by"
-    if _differ(settled):
+    if _change(settled) is not None:
         return "step times were still changing"
     mean = fmean(settled)
     if (pvariance(settled) / len(settled)) ** 0.5 > MEANS_DIFFER * mean:

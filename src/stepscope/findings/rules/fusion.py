@@ -4,7 +4,10 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import traffic_ns
 from stepscope.analysis.kernels.handwritten_builtins import handwritten_builtin
+from stepscope.analysis.structure.op_log import TRAINING
 from stepscope.analysis.time.what_if import Saving
+from stepscope.errors import if_available
+from stepscope.findings.op_lines import followed_of
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, one_finding, rule, stretches
 from stepscope.formatting import duration, plural, whole_percent
 
@@ -88,7 +91,9 @@ def unfused_optimizer(case: Case) -> list[Finding]:
     """Does the optimizer launch many small kernels where one would do?"""
     if case.linked.steps.phase_source == "none":
         raise Unavailable("The trace does not show where the optimizer runs.")
-    own = case.work.filter(pl.col("phase") == "optimizer")
+    inside = (pl.col("end_ns") > case.replay.start_ns) & (pl.col("start_ns") < case.replay.end_ns)
+    host = case.linked.steps.phases.filter(pl.col("phase") == "optimizer", inside)
+    own, host = _updates(case, case.work.filter(pl.col("phase") == "optimizer"), host)
     names = own["op"].cast(pl.String).fill_null("")
     num_fused = int(names.str.contains("_fused_").sum())
     launches = own.height / case.num_steps
@@ -103,8 +108,6 @@ def unfused_optimizer(case: Case) -> list[Finding]:
     kept = own["event"].gather_every(max(1, own.height // case.num_steps))
     durations = dict.fromkeys(kept.to_list(), fused_ns)
     gone = frozenset(own["event"].to_list()) - durations.keys()
-    inside = (pl.col("end_ns") > case.replay.start_ns) & (pl.col("start_ns") < case.replay.end_ns)
-    host = case.linked.steps.phases.filter(pl.col("phase") == "optimizer", inside)
     saving_ns = case.saving_ns(Change(duration_ns=durations, gone=gone, host=stretches(host, _LEFT_OF_HOST)))
     if not case.is_worth(saving_ns):
         return []
@@ -127,6 +130,22 @@ def unfused_optimizer(case: Case) -> list[Finding]:
         places=case.places(own["event"]),
         evidence=(Evidence("kernels of the optimizer", case.grouped(own, "num_kernels", "op").head(8).to_dicts()),),
     )
+
+
+def _updates(case: Case, own: pl.DataFrame, host: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the work that updates parameters, and the host time from its first op to its last: a trainer's hooks may
+    look at gradients inside of `optimizer.step`. All of it if the recording does not say what ops are for."""
+    ops = if_available(lambda: followed_of(case))
+    if ops is None or own.is_empty():
+        return own, host
+    ops = ops.filter(pl.col("use") == TRAINING, pl.col("row").is_in(own["call"].implode())).sort("start_ns")
+    spans = host.select(pl.col("start_ns").alias("begin_ns"), "end_ns").sort("begin_ns")
+    placed = ops.select("start_ns", pl.col("end_ns").alias("until_ns")).join_asof(
+        spans, left_on="start_ns", right_on="begin_ns", coalesce=False
+    )
+    within = placed.filter(pl.col("until_ns") <= pl.col("end_ns")).group_by("begin_ns")
+    updates = within.agg(pl.col("start_ns").min(), pl.col("until_ns").max().alias("end_ns")).sort("start_ns")
+    return own.filter(pl.col("call").is_in(ops["row"].implode())), updates.select("start_ns", "end_ns")
 
 
 def _fix(case: Case) -> str:

@@ -74,8 +74,8 @@ def discarded_gradients(case: Case) -> list[Finding]:
         sentence=f"{_number(case, unused)} of the backward pass compute gradients that no update uses: "
         f"{case.cost_text(float(saving_ns))}. They are cleared, or replaced, before an optimizer reads them. They "
         f"belong to the forward at {lines_text(table)}.",
-        fix=f"other(x.detach())  # x: what {first_line(table)} led to, at the call that takes it to the other loss; or "
-        "make it under torch.no_grad(), or model.requires_grad_(False) for that backward",
+        fix=f"other(x.detach())  # x: what {first_line(table)} led to, at the call that takes it to the other loss; "
+        "or make it under torch.no_grad(), or model.requires_grad_(False) for that backward",
         saving_ns=saving_ns,
         derived="the step without these ops, which were followed from op to op in one step",
         confidence="high",
