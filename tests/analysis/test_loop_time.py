@@ -106,10 +106,12 @@ def test_steps_that_were_slower_before_are_told(tmp_path):
             read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)), on_device=False
         ).caveat
 
-    told = "earlier steps took {} times as long on average: only the last 48 steps are measured"
-    assert caveat(*[39] * 48, *[30] * 48) == told.format("1.30")
-    assert caveat(*[90] * 12, *[30] * 84) == told.format("1.50")  # 48 is not where they changed
+    told = "earlier steps took {} times as long on average: only the last {} steps are measured"
+    assert caveat(*[39] * 48, *[30] * 48) == told.format("1.30", 48)
+    assert caveat(*[90] * 12, *[30] * 84) == told.format("3.00", 84)
     assert caveat(*[39, 41] * 48) is None
+    # What other processes slow is no pace: 24 steps, in stretches of four.
+    assert caveat(*([30] * 8 + [55] * 4) * 5, *[30] * 8) is None
 
 
 def test_batches_that_were_made_during_slow_steps_are_not_a_higher_pace(tmp_path):

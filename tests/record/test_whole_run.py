@@ -409,14 +409,16 @@ def test_lines_that_were_dropped_are_an_event(tmp_path: Path) -> None:
 class Job:
     """A training loop in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_micro_batches: int = 1) -> None:
+        self.num_micro_batches = num_micro_batches
         self.model = nn.Linear(4, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.losses: list[float] = []
 
     def step(self) -> None:
-        loss = self.model(torch.ones(3, 4)).square().mean()
-        loss.backward()
+        for number in range(self.num_micro_batches):
+            loss = self.model(torch.ones(3, 4)).square().mean() + number
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
@@ -425,8 +427,10 @@ class Job:
 SHORT = windows.Windows(warmup=2, clean=2, trace=0, memory=0)
 
 
-def test_a_run_in_this_process(tmp_path: Path) -> None:
-    job, num_threads = Job(), len(threading.enumerate())
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_a_run_in_this_process(num_micro_batches: int, tmp_path: Path) -> None:
+    """The loss of a step is that of its last backward."""
+    job, num_threads = Job(num_micro_batches), len(threading.enumerate())
     with stepscope.record(tmp_path / "run", windows=SHORT):
         until = time.monotonic() + 1.5
         while time.monotonic() < until or len(job.losses) < 100:

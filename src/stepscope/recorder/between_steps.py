@@ -39,7 +39,8 @@ class Between:
         self._called: dict[Hashable, tuple[int, int, bool]] = {}
         self._sizes: set[int | None] = set()  # samples of the batches that this step trains with
         self._earlier_sizes: set[int | None] = set()
-        self._num_backwards = self._usual_backwards = 0  # of this step, and of the one before
+        self._num_backwards = 0  # of this step
+        self.usual_backwards = 0  # of the last step that was followed event by event
         self._kind: str | None = None  # what forwards without gradients are, until training goes on
         self._caller: Any = None  # the function of the script that they come from
         self._first: str | None = None
@@ -52,7 +53,7 @@ class Between:
     def step_begins(self, step: int) -> None:
         self._step = step
         self._earlier_sizes, self._sizes = self._sizes, set()
-        self._usual_backwards, self._num_backwards = self._num_backwards, 0
+        self.usual_backwards, self._num_backwards = self._num_backwards or self.usual_backwards, 0
 
     def trained_with(self, num_samples: int | None) -> None:
         """Note the size of a batch."""
@@ -62,7 +63,7 @@ class Between:
         """Return whether this may be the last backward of the step: losses of last backwards are comparable."""
         self.training_goes_on()
         self._num_backwards += 1
-        return self._num_backwards >= self._usual_backwards
+        return self._num_backwards >= self.usual_backwards
 
     def training_goes_on(self) -> None:
         """Look again at who calls the next forward without gradients."""

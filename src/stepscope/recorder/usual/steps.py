@@ -16,6 +16,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from stepscope.recorder.between_steps import Between
 from stepscope.recorder.clock import Clock
 from stepscope.recorder.history.losses import LossSampler
 from stepscope.recorder.modes import is_traced, num_dispatch_modes, num_function_modes, unseen
@@ -50,6 +51,7 @@ class UsualLoop(Protocol):
     """The long way."""
 
     finder: StepFinder
+    between: Between
 
     def usual_forward(self, forward: Forward, goes_on: bool) -> None: ...
     def backward_begins(self, tensors: Any) -> None: ...
@@ -65,7 +67,17 @@ class UsualSteps(Notes):
     """Interprets what is noted of usual steps."""
 
     __slots__ = (
-        *("_clock", "_loop", "_num_in_a_row", "_num_rested", "_owner", "_rest", "interpreted", "is_interpreting"),
+        *(
+            "_clock",
+            "_loop",
+            "_num_backwards",
+            "_num_in_a_row",
+            "_num_rested",
+            "_owner",
+            "_rest",
+            "interpreted",
+            "is_interpreting",
+        ),
         *("losses", "steps_ended"),
     )
 
@@ -81,6 +93,7 @@ class UsualSteps(Notes):
         self._loop, self._clock = loop, clock
         self._owner: Any = None  # the number of the optimizer that ends a step, or EXPLICIT
         self._num_in_a_row = self._rest = self._num_rested = 0
+        self._num_backwards = 0  # since the beginning of a step, while a loss is wanted
 
     def start(self, thread: int | None, optimizer: Any, owner: Any, in_full: bool, most_steps: int) -> None:
         """Note events from here, the beginning of a step; interpret them after `most_steps` at the latest."""
@@ -88,6 +101,7 @@ class UsualSteps(Notes):
             self._num_rested += 1
             return
         self.is_on = True
+        self._num_backwards = 0
         self.thread, self._owner, self.in_full = thread or 0, owner, in_full
         self.wants_loss = in_full or (self.losses is not None and self.losses.is_due)
         self.is_explicit = owner == EXPLICIT
@@ -130,7 +144,10 @@ class UsualSteps(Notes):
 
     def _loss_of(self, loss: Any) -> Tensor | float | None:
         if not self.in_full:
-            self.sample_loss(loss)
+            self._num_backwards += 1
+            # Of several backwards of a step, losses of the last are comparable.
+            if self._num_backwards % max(1, self._loop.between.usual_backwards) == 0:
+                self.sample_loss(loss)
         elif isinstance(loss, Tensor) and loss.numel() == 1 and is_plain(loss):
             return loss.detach() if loss.is_cuda else loss.item()  # scripts add to a loss in place
         return None
