@@ -69,7 +69,7 @@ def _clocks(across: AcrossRanks) -> str:
     offsets = across.clocks
     tied = offsets.filter(pl.col("rank") != pl.col("reference"))
     if tied.is_empty():
-        return "not aligned: no collective is in the traces of two ranks"
+        return "not aligned: no kernel of NCCL or RCCL is in the traces of two ranks"
     widest = duration(int(tied["uncertainty_ns"].max()), 3)  # type: ignore[arg-type]  # numbers
     others = offsets.filter(pl.col("reference") != offsets["reference"].min())["rank"].to_list()
     apart = f", except rank {', '.join(map(str, others))}" if others else ""

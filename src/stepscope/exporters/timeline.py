@@ -86,7 +86,7 @@ class Timeline:
             known = "as recorded" if all(bases.values()) else "of which some are not recorded"
             which = ", ".join(map(str, alone))
             self.notes.append(
-                f"no collective connects rank {first} and {which}: placed by their wall clocks, {known}"
+                f"no kernel of NCCL or RCCL connects rank {first} and {which}: placed by their wall clocks, {known}"
             )
         return offsets
 
