@@ -75,8 +75,7 @@ class Search:
         self._order: list[str] = []  # the changes of every run, in order
         self.spent_s = 0.0
         self.trials: dict[str, Trial] = {}  # the last one of each change
-        self._promises: Promises
-        self.by_hand: dict[str, float] = {}  # findings about the best that a change in the script would mend
+        self.promises: Promises
         self.order = FIXED_ORDER
         self._tried_on: dict[str, tuple[str, ...]] = {}
         self.kept: list[str] = []
@@ -144,9 +143,9 @@ class Search:
         tried again after another change was kept: bfloat16 may pay only channels last.
         """
         assert survey.recording is not None
-        self._survey, self._promises = survey, Promises(survey.recording, problem is None)
+        self._survey, self.promises = survey, Promises(survey.recording, problem is None)
         problem = self._look(wanted, survey.recording) or problem
-        self.order = BY_PROMISE if self._promises.shares else FIXED_ORDER
+        self.order = BY_PROMISE if self.promises.shares else FIXED_ORDER
         self.order += f"; the ledger could not be computed: {problem}" if problem else ""
         self._say(f"trying in {self.order}")
         no_use = refusals(survey.recording)
@@ -183,8 +182,7 @@ class Search:
     def _look(self, changes: Sequence[str], best: Recording) -> str | None:
         """Take what changes promise from the ledger of the best; return why it could not be computed."""
         begun = time.monotonic()
-        problem = self._promises.look(changes, best)
-        self.by_hand = self._promises.by_hand
+        problem = self.promises.look(changes, best)
         self.spent_s += time.monotonic() - begun
         return problem
 
@@ -192,15 +190,15 @@ class Search:
         """Take a new ledger from the first run of the best, or from another one if that could not be traced."""
         best = "+".join(self.kept)
         done = self.attempts[best][0]
-        if self._promises.num_traced and not self._promises.num_traced_with(best):
+        if self.promises.num_traced and not self.promises.num_traced_with(best):
             with suppress(OutOfTime):
-                limit_s, num_traced = self._need(self._expected_s(best)), self._promises.num_traced
+                limit_s, num_traced = self._need(self._expected_s(best)), self.promises.num_traced
                 done = self._run(f"ledger of {best}", num_traced=num_traced, look=best, limit_s=limit_s)
         if done.recording is not None and self._look(waiting, done.recording) is None:
             self._say(f"with {best}, the order is now {', '.join(self._ordered(waiting))}")
 
     def _ordered(self, changes: Iterable[str]) -> list[str]:
-        return self._promises.ordered(changes, fmean(self._seconds[BASELINE]))
+        return self.promises.ordered(changes, fmean(self._seconds[BASELINE]))
 
     def _leave(self, text: str, reason: str) -> None:
         """Note that a change was not tried to the end; what was measured of it stays."""
@@ -258,7 +256,7 @@ class Search:
                 self._need(self._expected_s(before) + self._expected_s(after, text, before))
                 if (failure := self._run(before).failure) is not None:
                     return replace(trial, status=found.FAILED, reason=f"a run without it failed: {failure}")
-            num_traced = self._promises.num_traced_with(after) if is_traced and not times[1] else 0
+            num_traced = self.promises.num_traced_with(after) if is_traced and not times[1] else 0
             limit_s = self._need(self._expected_s(after, text, before))
             done = self._run(after, num_traced=num_traced, limit_s=limit_s)
             refused = refusal(plan, self._survey, [done])
@@ -378,7 +376,7 @@ class Search:
         return self._gate(Plan(best, parse_fix(best).arithmetic, (), self._tolerance), is_last=True)
 
     def _note(self, trial: Trial) -> None:
-        trial = replace(trial, promise_share=self._promises.shares.get(trial.fix))
+        trial = replace(trial, promise_share=self.promises.shares.get(trial.fix))
         self.trials[trial.fix] = trial
         self._say(trial_line(trial))
 

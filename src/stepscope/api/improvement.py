@@ -203,5 +203,5 @@ def _improvement(search: Search, command: Command, folder: Path) -> Improvement:
         limit_s=search.limit_s,
         is_finished=search.is_finished,
         warnings=tuple(warnings),
-        by_hand=search.by_hand,
+        by_hand=search.promises.by_hand,
     )

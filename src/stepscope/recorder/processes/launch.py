@@ -93,7 +93,7 @@ def _command(name: str) -> Path:
         near = difflib.get_close_matches(name, [str(path) for path in Path(name).parent.glob("*.py")], 1, 0.75)
         instead = "-m torch.distributed.run …" if name == "torchrun" else "path/to/train.py"
         if near:
-            raise ValueError(f"{name} not found. Did you mean {shlex.quote(near[0])}?")
+            raise ValueError(f"{name} not found. Did you mean `stepscope run {shlex.quote(near[0])}`?")
         raise ValueError(f"{name} not found. Run `stepscope run {instead}`")
     pythons, ours = [_interpreter(path) for path in found], Path(sys.executable).parent.resolve()
     for path, python in zip(found, pythons):
