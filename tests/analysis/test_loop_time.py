@@ -110,7 +110,7 @@ def test_steps_that_were_slower_before_are_told(tmp_path):
     assert caveat(*[39] * 48, *[30] * 48) == told.format("1.30", 48)
     assert caveat(*[90] * 12, *[30] * 84) == told.format("3.00", 84)
     assert caveat(*[39, 41] * 48) is None
-    # What other processes slow is no pace: 24 steps, in stretches of four.
+    # Other processes slow down stretches of four steps: no part of the run is its pace.
     assert caveat(*([30] * 8 + [55] * 4) * 5, *[30] * 8) is None
 
 

@@ -149,7 +149,7 @@ def window(folder, in_full: bool) -> tuple[Notes, dict]:
     notes = Notes()
     probe = MemoryProbe(folder, in_full, notes, notes.guard)
     probe.await_cuda()
-    probe.warmup_ended(on_cpu=False)
+    probe.warmup_ended(has_window=True)
     layer = nn.Linear(2, 2)
     probe.start([layer], [], 0, lambda: "forward")
     layer(torch.ones(1, 2))

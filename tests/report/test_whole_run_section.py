@@ -86,8 +86,10 @@ def test_recordings_of_one_job_lie_side_by_side(tmp_path):
         facts = json.loads((folder / "recording.json").read_text())
         (folder / "recording.json").write_text(json.dumps({**facts, "job": job}))
     first = open_session(tmp_path / "0")
-    own, whole = goodput_of(first), job_of(first)
+    own = goodput_of(first)
+    whole = job_of(first, own)
     assert whole is not None and own is not None
     assert whole.num_runs == 2 and whole.num_steps == 2 * own.num_steps
     assert sum(whole.rows.values()) == whole.wall_ns and whole.rows["repeated steps"] > 0
-    assert job_of(open_session(tmp_path / "2")) is None
+    alone = open_session(tmp_path / "2")
+    assert job_of(alone, goodput_of(alone)) is None

@@ -54,11 +54,11 @@ def main(arguments: argparse.Namespace) -> int:
 
     if arguments.form not in FORMS and str(arguments.path) in FORMS:
         arguments.path, arguments.form = Path(arguments.form), str(arguments.path)
-    if arguments.form not in FORMS and Path(arguments.form).exists():
-        raise UsageError(f"The format is missing: stepscope export FORMAT {safe(arguments.form)}, with one of "
-                         f"{', '.join(FORMS)}")  # fmt: skip
     if arguments.form not in FORMS:
-        raise UsageError(f"{safe(arguments.form)} is not a format: choose from {', '.join(FORMS)}")
+        what = f"{safe(arguments.form)} is not a format"
+        if Path(arguments.form).exists():
+            what = f"The format is missing (stepscope export FORMAT {safe(arguments.form)})"
+        raise UsageError(f"{what}: choose from {', '.join(FORMS)}")
     ignored, part = ignored_rules(Path.cwd()), (arguments.step, arguments.module)
     with opened(arguments, arguments.path) as session:
         written = write_export(

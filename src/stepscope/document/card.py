@@ -125,7 +125,7 @@ def card_document(card: Card) -> Document:
         parts += ledger_parts(card.ledger, is_faster)
     if summary.loop is not None and len(summary.loop.rows) > 1:
         loop = summary.loop
-        # A DataLoader starts sometimes, and every step waits for it.
+        # A DataLoader starts now and then, but every step waits for it.
         names = [f"{row.name} ({row.num}×)" if row.num and row.name != DATA else row.name for row in loop.rows]
         beyond = [row.name for row in loop.rows if row.name in (WARMUP, MEASURING)]
         what = f"; {' and '.join(beyond)}: beyond a training step" if beyond else ""

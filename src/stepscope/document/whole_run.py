@@ -35,7 +35,8 @@ class WholeRun:
     @classmethod
     def of(cls, session: Session, price_per_hour: float | None = None) -> "WholeRun":
         run = session.run
-        found = goodput_of(session), job_of(session), tuple(findings_over_time(run))
+        own = goodput_of(session)
+        found = own, job_of(session, own), tuple(findings_over_time(run))
         peak = _peak_texts(run, session.recording.facts.get("memory") or {})
         return cls(*found, price_per_hour, peak, run.core_wait_share)
 

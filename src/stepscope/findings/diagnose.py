@@ -145,7 +145,9 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         warnings = (*case.notes, *warnings_of(case.linked))
     except Unavailable as reason:
         warnings = (*case.notes, str(reason).removesuffix("."))
-    findings = ranked(findings, groups, UNCLAIMED, if_available(lambda: case.average_ns), case.peak_bytes)
+    memory = (case.recording.facts.get("memory") if case.has_recording else None) or {}
+    average_ns = if_available(lambda: case.average_ns)
+    findings = ranked(findings, groups, UNCLAIMED, average_ns, memory.get("peak_allocated_bytes"))
     return Diagnosis(
         step_ns=step_ns,
         is_measured=case.clean_ns is not None,

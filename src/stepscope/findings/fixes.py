@@ -102,14 +102,10 @@ def parse_fix(text: str) -> Chosen:
         name, equals, value = (word.strip() for word in part.partition("="))
         fix = FIXES.get(name)
         if fix is None:
-            from stepscope.findings.diagnose import all_rules
-
-            if name in {rule.id for rule in all_rules()}:
-                raise UsageError(
-                    f"The fix of {name} is a change by hand. Make it, then run what `stepscope diagnose` shows under "
-                    f"'Prove it'. Fixes that can be applied from outside: {', '.join(FIXES)}."
-                )
-            raise UsageError(f"Unknown fix {name!r}. Choose from {', '.join(FIXES)} (see stepscope list fixes).")
+            raise UsageError(
+                f"Unknown fix {name!r}. Choose from {', '.join(FIXES)} (see stepscope list fixes). The fix of any "
+                "other finding is a change by hand: make it, then run what diagnose shows under 'Prove it'."
+            )
         if equals and not _is_allowed(fix, value):
             takes = f"must be {' or '.join(filter(None, fix.values))}" if fix.values else "is not allowed"
             raise UsageError(f"--fix {part.strip()}: the value of {name} {takes}.")

@@ -84,15 +84,10 @@ def ranked(
     def key(finding: Finding) -> tuple[Any, ...]:
         saving_ns, *rest = by_saving(finding)
         freed = (finding.saving_bytes or 0) / peak_bytes if peak_bytes else 0.0
-        as_ns = (
-            (freed - MOST) * (average_ns or 0.0) if freed <= 1 else 0.0
-        )  # more than the peak is not this process's
-        return (
-            finding.id == last,
-            finding.id in again,
-            min(saving_ns, -together.get(finding.id, 0.0), -max(0.0, as_ns)),
-            *rest,
-        )
+        # More than the peak is not this process's.
+        as_ns = (freed - MOST) * (average_ns or 0.0) if MOST < freed <= 1 else 0.0
+        largest = min(saving_ns, -together.get(finding.id, 0.0), -as_ns)
+        return finding.id == last, finding.id in again, largest, *rest
 
     return sorted(findings, key=key)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from stepscope.analysis.structure.op_log import runs_unseen
 from stepscope.analysis.time.cpu_ledger import DATA, TRAINING
 from stepscope.analysis.time.ledger import Ledger
 from stepscope.errors import ABOUT_CPUS, Unavailable, if_available
@@ -19,14 +20,12 @@ def ops_of(case: Case) -> pl.DataFrame:
     """Return the ops of the typical steps on a CPU with the line behind each (`analysis/structure/op_log.py`)."""
     if case.recording and not case.is_on_cpu:  # a trace alone does not say
         raise Unavailable(ABOUT_CPUS)
-    return case.within(case.logged_steps)
+    return logged_of(case)
 
 
 def logged_of(case: Case, of_all_steps: bool = False) -> pl.DataFrame:
     """Return the ops of the typical steps on any device with the line behind each."""
-    if not case.has_recording:
-        raise Unavailable("A trace alone does not say what ops read. Make a recording with `stepscope run train.py`.")
-    if of_all_steps:
+    if not case.recording or of_all_steps:  # a trace alone does not say
         return case.logged_steps
     if case.is_on_cpu:
         return case.within(case.logged_steps)
@@ -37,9 +36,14 @@ def logged_of(case: Case, of_all_steps: bool = False) -> pl.DataFrame:
 def followed_of(case: Case) -> pl.DataFrame:
     """Return `logged_of` if the log has all that reads a result."""
     ops = logged_of(case)
-    if case.hides_reads:
+    if runs_unseen(case.work):
         raise Unavailable("Compiled code or a library's own kernels ran in the step, and what they read is not seen.")
     return ops
+
+
+def op_share(case: Case) -> float:
+    """Return the time of an op without the profiler ÷ its `self_ns`, which is that of its work if there is a GPU."""
+    return case.clean_share if case.is_on_cpu else 1.0
 
 
 def lines_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
@@ -49,7 +53,7 @@ def lines_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
     by_op = by_op.sort("self_ns", "name", descending=[True, False])
     sums = (
         (pl.col("len").sum() / case.num_steps).alias("num_calls"),
-        (pl.col("self_ns").sum() * case.op_share / case.num_steps).alias("duration_ns"),
+        (pl.col("self_ns").sum() * op_share(case) / case.num_steps).alias("duration_ns"),
     )
     names = pl.col("name").head(3).str.replace("aten::", "", literal=True).str.join(", ").alias("ops")
     table = by_op.group_by("place", maintain_order=True).agg(*sums, names)

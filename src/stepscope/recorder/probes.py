@@ -46,6 +46,7 @@ class Probes:
         facts: dict[str, Any],
         memory_in_full: bool = False,
         trace_slowest: bool = False,
+        has_memory_window: bool = True,
     ) -> None:
         self._folder = folder
         self._clock = clock
@@ -55,6 +56,7 @@ class Probes:
         self.trace: TraceProbe | None = None
         self.pace = Pace(folder) if trace_slowest else None
         self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
+        self._has_memory_window = has_memory_window
         self.counters: CounterSampler | None = None
         self._profiler_is_on = self._stacks = False
         self._float32_matmul: str | None = None
@@ -106,7 +108,7 @@ class Probes:
         if window == windows.MEMORY:  # before the recorder runs any op itself
             self.stop_memory()
         if window == windows.WARMUP:
-            self.memory.warmup_ended()
+            self.memory.warmup_ended(self._has_memory_window)
         elif window != windows.FREE:
             read_steps()
             self.read_facts(roots, optimizers)

@@ -59,7 +59,7 @@ class Session:
         self._handles: list[Handle] = []
         self._trace_handles: list[Handle] = []
         self._clock = Clock()
-        self._probes = Probes(folder, self._clock, facts, memory_in_full, windows.trace_slowest)
+        self._probes = Probes(folder, self._clock, facts, memory_in_full, windows.trace_slowest, windows.memory > 0)
         self._loop = Loop(self._clock, self._step_ended)
         self._loop.usual.steps_ended, self._loop.usual.interpreted = self._usual_steps_ended, self._go_on
         self.phase, self.stop_listening = self._loop.phase, self._loop.stop_listening

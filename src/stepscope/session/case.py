@@ -23,6 +23,7 @@ from stepscope.analysis.ranks.rank_account import AcrossRanks, Analysis, RankAcc
 from stepscope.analysis.structure.cpu_work import with_cpu_work
 from stepscope.analysis.structure.intervals import length_ns, spans, union
 from stepscope.analysis.structure.links import Linked, link
+from stepscope.analysis.structure.op_log import logged_ops
 from stepscope.analysis.structure.work import with_sizes, work
 from stepscope.analysis.time.cpu_ledger import BETWEEN, cpu_ledger
 from stepscope.analysis.time.idle_causes import idle_gaps
@@ -35,8 +36,7 @@ from stepscope.analysis.time.waits import round_trips, waits
 from stepscope.analysis.time.what_if import Saving, spared_ns, stretches, without
 from stepscope.devices import Device, find_device
 from stepscope.errors import Unavailable, if_available
-from stepscope.session.ops import Ops
-from stepscope.session.per_step import LENGTH
+from stepscope.session.per_step import LENGTH, PerStep
 from stepscope.session.places import Places, places_of_stretches, places_of_work
 from stepscope.session.rank_accounts import RankAccounts
 from stepscope.trace.recording import Recording
@@ -52,7 +52,7 @@ WORTH_WITHOUT_GPU = 0.05  # the same on a CPU, where workers and training compet
 
 
 @dataclass(eq=False, repr=False)
-class Case(Ops):
+class Case(PerStep):
     """One rank's trace, with the recording and the other ranks' accounts where there are any.
 
     A table is computed once, when a rule asks for it, of the typical steps. Unavailable says what to run to get it.
@@ -113,11 +113,6 @@ class Case(Ops):
     def memory(self) -> memory_account.Account:
         """What was live at the peak."""
         return memory_account.account(self.allocations)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The peak of allocated GPU memory in the memory window; None if it was not read."""
-        return (self.recording.facts.get("memory") or {}).get("peak_allocated_bytes") if self.has_recording else None
 
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:
@@ -212,6 +207,11 @@ class Case(Ops):
                 raise Unavailable("The trace is cut off, and GPU work is written last. Record it again.")
             raise Unavailable("The trace has no GPU work. Record on a GPU, with ProfilerActivity.CUDA.")
         return self.all_work.filter(pl.col("event").is_in(self.replay.events))
+
+    @cached_property
+    def logged_steps(self) -> pl.DataFrame:
+        """The ops of all steps with the line behind each, the use of its result, and their time (`op_log.py`)."""
+        return logged_ops(self.allocations, self.linked.host, None if self.is_on_cpu else self.all_work)
 
     def with_shapes(self, and_dtypes: bool = False) -> None:
         """Raise Unavailable if the trace has no tensor shapes, or no dtypes where a rule needs them."""

@@ -24,16 +24,19 @@ def goodput_of(session: Session) -> Goodput | None:
     found = goodput(session.run if history is None or not history.blocks else run_of(None, history))
     for other in session.rank_recordings.values():  # the work of a job is that of all its ranks
         own = goodput_of(other)
+        other.release()
         if found is not None and own is not None:
             sums = found.num_tokens + own.num_tokens, found.num_samples + own.num_samples
             found = replace(found, num_tokens=sums[0], num_samples=sums[1])
     return found
 
 
-def job_of(session: Session) -> Goodput | None:
-    """Return the goodput of the whole job, with its restarts; None if there is only one recording of it."""
+def job_of(session: Session, own: Goodput | None) -> Goodput | None:
+    """Return the goodput of the whole job, with its restarts; None if there is only one recording of it.
+
+    `own` is the goodput of this recording.
+    """
     job = session.recording.facts.get("job")
-    own = goodput_of(session)
     if not job or own is None or session.run.began is None:
         return None
     runs: list[tuple[Run, Goodput]] = [(session.run, own)]

@@ -119,7 +119,8 @@ class Session:
 
     def release(self) -> None:
         """Forget the steps of a recording; they are read again if asked for. For one rank of many."""
-        vars(self).pop("recording", None)
+        for view in ("recording", "run"):
+            vars(self).pop(view, None)
 
     @cached_property
     def summary(self) -> Summary:

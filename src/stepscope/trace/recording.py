@@ -112,9 +112,8 @@ class Recording:
         command = self.facts.get("command") or {}
         words = [str(word) for word in command.get("argv") or []]
         is_rank = (self.facts.get("environment") or {}).get("world_size", 1) > 1
-        if (
-            not words or not words[0] or (is_rank and not command.get("script"))
-        ):  # else the words begin with a launcher
+        has_launcher = bool(command.get("script"))  # then the words begin with it
+        if not words or not words[0] or (is_rank and not has_launcher):
             return None
         if command.get("module"):
             words = ["-m", str(command.get("program") or words[0]), *words[1:]]

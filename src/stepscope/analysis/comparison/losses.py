@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from statistics import fmean, stdev
 
+from stepscope.analysis.time.statistics import block_means
+
 SAME, REORDERED, REDUCED, RESAMPLED = "same", "reordered", "reduced", "resampled"
 NOT_COMPARABLE = "not comparable"
 TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2, RESAMPLED: 2e-2}
@@ -136,10 +138,7 @@ def _mean_difference(first: Losses, second: Losses) -> tuple[float, float, float
     if len(steps) < _FEWEST:
         return math.inf, 0.0, means[0], means[1], len(steps)
     size = len(steps) // _NUM_BLOCKS
-    blocks = [
-        fmean(second[step] - first[step] for step in steps[number * size : (number + 1) * size])
-        for number in range(_NUM_BLOCKS)
-    ]
+    blocks = block_means([second[step] - first[step] for step in steps[: _NUM_BLOCKS * size]], size)
     scale = max(abs(means[0]), _LEAST_SCALE * max(abs(first[step]) for step in steps)) or 1.0
     chance = _STUDENT * stdev(blocks) / math.sqrt(_NUM_BLOCKS)
     return (means[1] - means[0]) / scale, chance / scale, means[0], means[1], len(steps)

@@ -121,9 +121,10 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
                 others_shares = base.others_share, new.others_share
                 found = with_waits(found, *others_shares)
             ends = (1 / found.high - 1, 1 / found.low - 1) if metric.is_rate else (found.low - 1, found.high - 1)
-            if not (found.is_significant and is_large):
+            if is_much(others_shares):
+                verdict = DISTURBED
+            elif not (found.is_significant and is_large):
                 verdict = NO_DIFFERENCE
-            verdict = DISTURBED if is_much(others_shares) else verdict
     return Change(
         metric=metric.name,
         unit=metric.unit,

@@ -50,9 +50,7 @@ class LossAt:
     at: float  # a step, or seconds since the start
     base: float  # the median of losses near it that both runs have at the same place
     new: float
-    noise: (
-        float  # how far apart equal runs may be, because the losses are of different batches; 0 if of the same steps
-    )
+    noise: float  # how far apart equal runs may be: losses are of different batches; 0 if they are of the same steps
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,20 @@ _SCHEMA = {
 Call = Mapping[str, Any]
 
 
-def logged_ops(memory: Mapping[str, Any], host: pl.DataFrame) -> pl.DataFrame:
-    """Return the ops of a trace's steps with what the log of the probed step says of each."""
+def logged_ops(memory: Mapping[str, Any], host: pl.DataFrame, work: pl.DataFrame | None = None) -> pl.DataFrame:
+    """Return the ops of a trace's steps with what the log of the probed step says of each. With `work` on a GPU,
+    `self_ns` is the time of that."""
     calls = logged_calls(memory)
     if calls.is_empty():
         if (memory.get("ops") or {}).get("num_dropped"):
             raise Unavailable("Some ops of the probed step could not be followed, so the use of results is unknown.")
         raise Unavailable("The recording does not say which line calls each op. Record it again.")
-    return with_calls(host, calls).filter(pl.col("kind") == "op", pl.col("step").is_not_null())
+    ops = with_calls(host, calls).filter(pl.col("kind") == "op", pl.col("step").is_not_null())
+    if work is None:
+        return ops
+    spent = work.group_by(row="call").agg(pl.col("duration_ns").sum().cast(pl.Int64).alias("self_ns"))
+    timed = ops.drop("self_ns").join(spent, on="row", how="left", maintain_order="left")
+    return timed.with_columns(pl.col("self_ns").fill_null(0))
 
 
 def runs_unseen(work: pl.DataFrame) -> bool:

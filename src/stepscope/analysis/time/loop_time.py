@@ -7,7 +7,7 @@ from itertools import accumulate
 from statistics import fmean, median, pvariance
 
 from stepscope.analysis.time.after_trace import launch_cost_ns, without_launch_cost
-from stepscope.analysis.time.statistics import quantile
+from stepscope.analysis.time.statistics import block_means, quantile
 from stepscope.formatting import duration, plural
 from stepscope.trace.recording import Recording, StepSample
 
@@ -99,6 +99,7 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     settled = [_step_only_ns(sample, on_device) for sample in measured]
     num_prefetched = _num_prefetched(recording)
     is_drained = not num_prefetched or bool(_drained(undisturbed, num_prefetched))
+    times = _other_times(measured, undisturbed, on_device)
     between = dict.fromkeys(BETWEEN.values(), 0.0)
     unknown = []
     for kind, row in BETWEEN.items():
@@ -117,9 +118,9 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
         num_measured=len(settled),
         between_ns={row: ns for row, ns in between.items() if ns},
         caveat=_caveat(_at_mean_work(measured, settled), unknown)
-        or _other_steps(measured, undisturbed, on_device, bool(num_prefetched))
+        or _other_steps(measured, undisturbed, None if num_prefetched else times)  # ready batches came sooner
         or (None if is_drained else NOT_DRAINED.format(num_prefetched)),
-        num_left_out=len(undisturbed) - len(measured) if _other_times(measured, undisturbed, on_device) else 0,
+        num_left_out=0 if times is None else len(undisturbed) - len(measured),
         launch_cost_ns=cost_ns,
     )
 
@@ -148,15 +149,16 @@ def _measured(recording: Recording, undisturbed: Sequence[StepSample], on_device
 
 
 def _other_steps(
-    measured: Sequence[StepSample], undisturbed: Sequence[StepSample], on_device: bool, has_queue: bool
+    measured: Sequence[StepSample], undisturbed: Sequence[StepSample], times: float | None
 ) -> str | None:
-    """Return a caveat if the measured steps have other batches than all of them, or other times than those before."""
+    """Return a caveat if the measured steps have other batches than all of them, or if those before them took `times`
+    as long."""
     num = plural(len(measured), "step")
     work, all_work = (fmean([s.num_tokens or s.num_samples or 0 for s in some]) for some in (measured, undisturbed))
     if abs(work - all_work) > MEANS_DIFFER * all_work:
         return f"batches changed: only the last {num} are measured"
-    if has_queue or not (times := _other_times(measured, undisturbed, on_device)):
-        return None  # batches that were ready came sooner
+    if times is None:
+        return None
     # Measuring begins at or after the change: which step that was is for drift to say.
     return f"earlier steps took {times:.2f} times as long on average: only the last {num} are measured"
 
@@ -235,7 +237,7 @@ def _num_unsettled(times: Sequence[float]) -> int:
 
 def _change(times: Sequence[float]) -> int | None:
     """Return the step before which times differ most from those after it, if by more than matters and by more than
-    they vary from block to block on either side: where other processes make some stretches slow, no part is the pace.
+    they vary from block to block on either side: stretches that other processes slow down are no change of pace.
     """
     num = len(times)
     places = range(FEWEST, num - FEWEST + 1)
@@ -257,7 +259,7 @@ def _change(times: Sequence[float]) -> int | None:
 def _error(times: Sequence[float]) -> float:
     """Return the standard error of a mean of times of which neighbors may be alike."""
     size = max(1, len(times) // _NUM_BLOCKS)
-    blocks = [fmean(times[at : at + size]) for at in range(0, len(times) - size + 1, size)]
+    blocks = block_means(times, size)
     return float(max(pvariance(blocks) / (len(blocks) - 1), pvariance(times) / len(times)) ** 0.5)
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 
 NUM_RESAMPLES = 1000
 MOST_RESAMPLED = 2_000  # samples; of more, the interval follows from their order alone
@@ -79,3 +80,12 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def block_means(values: Sequence[float], size: int) -> list[float]:
+    """Return the means of whole blocks of neighbors, which depend on one another less than the neighbors do.
+
+    >>> block_means([1.0, 3.0, 5.0, 7.0, 9.0], size=2)
+    [2.0, 6.0]
+    """
+    return [fmean(values[at : at + size]) for at in range(0, len(values) - size + 1, size)]

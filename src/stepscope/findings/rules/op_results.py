@@ -20,6 +20,7 @@ from stepscope.findings.op_lines import (
     lines_of,
     lines_text,
     logged_of,
+    op_share,
     ops_of,
     python_between_ns,
 )
@@ -187,7 +188,7 @@ def _over_steps(case: Case, growing: pl.DataFrame) -> list[Finding]:
     step = int(ops["step"].max() or 0)  # type: ignore[arg-type]
     num_more = _LATER * step
     shares = growing.join(ops.group_by("call").agg(pl.col("self_ns").sum()), on="call")
-    each_ns = float((shares["self_ns"] * shares["more"] / shares["last"]).sum()) * case.op_share / case.num_steps
+    each_ns = float((shares["self_ns"] * shares["more"] / shares["last"]).sum()) * op_share(case) / case.num_steps
     later_ns = float(saving_ns) + each_ns * num_more
     if later_ns < WORTH_WITHOUT_GPU * case.step_ns:
         return []

@@ -143,10 +143,11 @@ class MemoryProbe:
         if self._in_full:
             self._history.start_with_cuda()
 
-    def warmup_ended(self) -> None:
-        """Stop the history: steps are timed without it. Remember the tensors that exist."""
+    def warmup_ended(self, has_window: bool) -> None:
+        """Stop the history: steps are timed without it. If the window comes, remember the tensors that exist."""
         self._history.stop()
-        self._guard("looking for existing tensors", self._remember)
+        if has_window:
+            self._guard("looking for existing tensors", self._remember)
 
     def _remember(self) -> None:
         self._unchanged = Unchanged(live_tensors())

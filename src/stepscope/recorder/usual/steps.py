@@ -67,18 +67,8 @@ class UsualSteps(Notes):
     """Interprets what is noted of usual steps."""
 
     __slots__ = (
-        *(
-            "_clock",
-            "_loop",
-            "_num_backwards",
-            "_num_in_a_row",
-            "_num_rested",
-            "_owner",
-            "_rest",
-            "interpreted",
-            "is_interpreting",
-        ),
-        *("losses", "steps_ended"),
+        *("_clock", "_loop", "_num_backwards", "_num_in_a_row", "_num_rested", "_owner", "_rest"),
+        *("interpreted", "is_interpreting", "losses", "steps_ended"),
     )
 
     def __init__(self, loop: UsualLoop, clock: Clock) -> None:
