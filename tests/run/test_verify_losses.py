@@ -110,12 +110,20 @@ def test_what_cannot_be_compared_is_said(before, after, arithmetic, why):
 # --- the verdict on a fix
 
 
-def run(number, step_ms, loss=1.0, tokens=100, flops=None, fixes=({"id": "x", "changed": {"it": 1}, "left": {}},)):
+def run(
+    number,
+    step_ms,
+    loss=1.0,
+    tokens=100,
+    images=None,
+    flops=None,
+    fixes=({"id": "x", "changed": {"it": 1}, "left": {}},),
+):
     """A recording: 5 warm-up steps of 10 ms, and clean steps with a little noise."""
     samples = []
-    for step in range(15):
+    for step in range(20):
         window, ms = ("warmup", 10) if step < 5 else ("clean", step_ms + step % 3 / 100)
-        samples.append(StepSample(step, window, 0, int(ms * 1e6), {}, None, tokens, None, 1, 0, 0, loss))
+        samples.append(StepSample(step, window, 0, int(ms * 1e6), {}, None, tokens, images, 1, 0, 0, loss))
     facts = {"fixes": list(fixes), "flops": {"model_flops_by_dtype": flops or {}}, "environment": {}}
     return Attempt(number, Recording(Path("x"), "finished", facts, tuple(samples), (), None, ()))
 
@@ -230,6 +238,40 @@ def test_a_larger_batch_is_compared_by_tokens_a_second_and_others_must_not_chang
     assert found.change.share == pytest.approx(1 / 3, rel=0.02)
     assert verify(plan, runs(10), runs(25, tokens=200), None).status == "slower"
     assert other.status == "not comparable" and "120.0 tokens" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "metric", "verdict"),
+    [
+        ((100, 8), (10, 8), "step_time", "agree"),  # less padding
+        ((100, 8), (100, 2), "step_time", "agree"),  # packed
+        ((100, 8), (200, 16), "tokens_per_second", "not compared"),
+        ((None, 8), (None, 16), "samples_per_second", "not compared"),
+        ((None, None), (100, 8), "step_time", "agree"),
+    ],
+)
+def test_a_change_by_hand_is_compared_by_the_work_that_is_equal(before, after, metric, verdict):
+    plan = Plan("packing", "by hand", script="after.py")
+    sides = [runs(ms, tokens=work[0], images=work[1], fixes=()) for ms, work in ((10, before), (7, after))]
+
+    found = verify(plan, *sides, None)
+
+    assert (found.status, found.change.metric, found.losses.verdict) == ("faster", metric, verdict)
+    assert found.script == "after.py" and (found.saving_ns is None) == (metric != "step_time")
+
+
+def test_a_change_by_hand_with_other_losses_is_wrong():
+    found = verify(Plan("it", "by hand", script="after.py"), runs(10, fixes=()), runs(7, loss=1.2, fixes=()), None)
+
+    assert (found.status, found.losses.chance_share) == ("wrong", 0)
+
+
+def test_losses_are_held_to_the_steps_of_the_rehearsal():
+    """Rounding grows from step to step, and the timed runs may be longer."""
+    later = [replace(step, step=step.step + 20, loss=9.0) for step in run(1, 7).recording.samples]
+    longer = [replace(a, recording=replace(a.recording, samples=(*a.recording.samples, *later))) for a in runs(7)]
+
+    assert verify(Plan("compile", "reordered"), runs(10), longer, None).losses.verdict == "agree"
 
 
 def test_a_failure_is_a_result_and_so_is_a_script_that_ends_early():

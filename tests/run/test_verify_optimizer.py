@@ -56,13 +56,12 @@ def test_it_is_a_function_too(lab, monkeypatch):
     (fix,) = found.fixes
     assert (fix.status, found.exit_code, found.command) == ("too few samples", 4, "train.py 'an argument'")
     assert fix.change.num_samples == (1, 1) and fix.losses.verdict == "agree"
-    assert told == [
-        "rehearsal: without",
-        "rehearsal: with unfused_optimizer",
+    assert told[:2] == ["rehearsal: without", "rehearsal: with unfused_optimizer"]
+    assert [line.rpartition(", about ")[0] for line in told[2:]] == [
         "round 1 of 1: without",
         "round 1 of 1: with unfused_optimizer",
     ]
-    with pytest.raises(UsageError, match="no fix is called 'nosuch'"):
+    with pytest.raises(UsageError, match="Unknown fix 'nosuch'"):
         stepscope.verify("train.py", fix="nosuch")
     with pytest.raises(UsageError, match="0 rounds"):
         stepscope.verify("train.py", fix="autocast", rounds=0)

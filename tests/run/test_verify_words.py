@@ -15,7 +15,7 @@ import pytest
 import stepscope
 from stepscope.cli import verify
 from stepscope.cli.main import main
-from stepscope.document.findings import diagnosis_document
+from stepscope.document.findings import diagnosis_document, findings_part
 from stepscope.errors import RecordingError, StepscopeError, UsageError
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding
@@ -177,7 +177,7 @@ def test_the_command_runs_if_told(shipped, monkeypatch, how):
     ("change", "said"),
     [
         ({"command": {}}, "does not say which script"),
-        ({"environment": {"world_size": 8}}, "8 ranks"),
+        ({"environment": {"world_size": 8}}, "8 ranks and does not say what started them"),
         ({"command": {"argv": ["gone.py"], "folder": "."}}, "gone.py, which no longer exists"),
         ({"command": {"argv": ["train.py"], "folder": "/no/such"}}, "/no/such, which no longer exists"),
     ],
@@ -223,10 +223,20 @@ def test_a_finding_of_a_recording_says_how_to_prove_it():
     diagnosis = Diagnosis(1e7, True, tuple(findings), (), (), (), "It is bound by the GPU.", 0.9, ())
 
     shown = terminal_text(diagnosis_document(diagnosis, "runs/my run"), 100)
-    assert shown.count("stepscope verify") == 1
-    assert "stepscope verify 'runs/my run' --fix launch_bound" in shown
+    assert "stepscope verify 'runs/my run' --fix launch_bound" in shown and shown.count("stepscope verify") == 1
     shown = " ".join(shown.split())
     for name in ("full_logits", "padding"):
         assert f"run -o runs/without-{name} SCRIPT && stepscope compare 'runs/my run' runs/without-{name}" in shown
     assert "runs/without-padding --allow tokens,flops # after the change" in shown
     assert "stepscope verify" not in terminal_text(diagnosis_document(diagnosis), 100)
+
+
+def test_a_change_by_hand_is_proven_by_verify_if_the_script_is_known():
+    names = ("full_logits", "drift", "other_process")
+    findings = [Finding("One.", "fix()", (), "no", 1e6, id=name) for name in names]
+    diagnosis = Diagnosis(1e7, True, tuple(findings), (), (), (), "Bound.", 0.9, (), script="train.py --lr 3")
+
+    cards = {card.id: card.prove for card in findings_part(diagnosis, "runs/my run").cards}
+    assert cards["full_logits"].startswith("stepscope verify 'runs/my run' --fix full_logits=CHANGED.py")
+    for name in ("drift", "other_process"):  # not in twenty steps, and not in the script
+        assert cards[name].startswith(f"stepscope run -o runs/without-{name} train.py --lr 3 && stepscope compare")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
-from stepscope.formatting import plural, safe, whole_percent
+from stepscope.formatting import elapsed, plural, safe, whole_percent
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.verification import Attempt, Expected, Plan, Verification
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 RESULT_FILE = "verify.json"
 RESTLESS_SHARE = 0.1  # a warning is given if the medians of runs without a fix differ by more than this share
 FEWEST_WARMUP = 5
+NUM_CLEAN, MOST_CLEAN = 20, 500  # steps that are timed in a run
+MOST_NS = 20e9  # that they may take to include what happens between them
+TIMED_NS = 2e9  # of short steps, as many more: what else runs on a machine comes and goes within seconds
+WITHOUT = "without"  # the runs of the unchanged script
 Say = Callable[[str], None]
 
 
@@ -34,7 +40,7 @@ def verify(
     is_module: bool = False,
     rounds: int = 4,
     warmup: int = 8,
-    clean: int = 20,
+    clean: int | None = None,
     tolerance: float | None = None,
     timeout_s: float = 1800,
     on: str = "local",
@@ -48,10 +54,11 @@ def verify(
 
     `target` is a recording, whose command is run again, or a script with its `arguments` (a module with `is_module`).
     A recording can come from anybody, so its command runs only with `yes=True`, or if the function `yes` returns True
-    for it. `fix` is one or more ids of `stepscope list fixes`. Every run is a process of its own: `rounds` pairs of
-    runs with `warmup` and `clean` timed steps each. Losses may differ by the share `tolerance`. `on_line` receives
-    what runs, `warn` what has changed since the recording. `on="ray"` or `"slurm"` runs the script on a node of a
-    cluster, with the settings in `engine` (docs/engines.md).
+    for it. `fix` is one or more ids of `stepscope list fixes`, or `NAME=SCRIPT`: a copy of the script, changed by
+    hand. Every run is a process of its own: `rounds` pairs of runs with `warmup` and `clean` timed steps each
+    (default 20, or as many as take 2 s). Losses may differ by the share `tolerance`. `on_line` receives what runs,
+    `warn` what has changed since the recording. `on="ray"` or `"slurm"` runs the script on a node of a cluster, with
+    the settings in `engine` (docs/engines.md).
 
     >>> verify("runs/baseline", fix="unfused_optimizer", yes=True).fixes[0].status  # doctest: +SKIP
     """
@@ -60,20 +67,22 @@ def verify(
 
     from stepscope.analysis.comparison.verification import MIN_ROUNDS, Plan, Verification, steps_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
-    from stepscope.findings.fixes import parse_fix
+    from stepscope.findings.fixes import parse_change
     from stepscope.recorder.files import write_json
     from stepscope.session import open_session
     from stepscope.sweep.engines.start import where_of
     from stepscope.sweep.record_runs import Options, changes_since, recorded_command, script_command
 
     where = where_of(on, engine)
-    if rounds < 1 or clean < 1:
+    if rounds < 1 or (clean is not None and clean < 1):
         raise UsageError(f"{rounds} rounds of {clean} timed steps: both must be at least 1")
     if not fix:
         raise UsageError("name a fix with --fix ID: `stepscope list fixes` lists them")
     if warmup < FEWEST_WARMUP:
         raise UsageError(f"--warmup {warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least")
-    chosen = [parse_fix(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
+    chosen = [parse_change(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
+    if len({WITHOUT, *(each.text for each in chosen)}) <= len(chosen):
+        raise UsageError(f"give each change a name of its own, other than {WITHOUT}: --fix NAME=SCRIPT")
     session: Session | None = None
     warnings: list[str] = []
     if rounds < MIN_ROUNDS and warn is not None:
@@ -85,16 +94,27 @@ def verify(
         warnings = changes_since(command, session.recording.facts)
     else:
         command = script_command([os.fspath(target), *arguments], is_module)
+    num_clean = clean
+    if session is not None and clean is None:
+        num_clean, untimed = _steps_to_time(session.recording)
+        warnings += untimed
     if warn is not None:
         for warning in warnings:
             warn(warning)
+    commands = {each.text: command.changed(each.text, each.script) for each in chosen if each.script is not None}
     folder = _folder(None if output is None else Path(output), command)
     plans = [
-        Plan(each.text, each.arithmetic, [one.lowers_to for one in each.fixes if one.lowers_to], tolerance)
+        Plan(
+            each.text,
+            each.arithmetic,
+            [one.lowers_to for one in each.fixes if one.lowers_to],
+            tolerance,
+            script=each.script,
+        )
         for each in chosen
     ]
-    options = Options(warmup=warmup, clean=clean, timeout_s=timeout_s)
-    before, after = _run_all(command, plans, folder, options, rounds, on_line or (lambda line: None), where)
+    options = Options(warmup=warmup, clean=num_clean or NUM_CLEAN, timeout_s=timeout_s)
+    before, after = _run_all(command, commands, plans, folder, options, rounds, on_line, where, clean is None)
     first = before[0].recording
     assert first is not None
     environment = first.facts.get("environment") or {}
@@ -120,6 +140,25 @@ def verify(
     )
     write_json(folder / RESULT_FILE, verification.to_json())
     return verification
+
+
+def _steps_to_time(recording: Recording) -> tuple[int, list[str]]:
+    """Return how many steps include everything twice that the recording does between steps, and what takes too long
+    for that."""
+    from stepscope.analysis.time.loop_time import periods
+    from stepscope.analysis.time.summary import loop_of
+
+    loop, most, warnings = loop_of(recording), NUM_CLEAN, []
+    for row, period in periods(recording).items():
+        num = math.ceil(2 * period)
+        if num <= MOST_CLEAN and loop is not None and num * loop.step_ns <= MOST_NS:
+            most = max(most, num)
+        else:
+            warnings.append(
+                f"{row} comes every {period:,.0f} steps, and its cost is not part of these times: --clean {num} "
+                "includes it"
+            )
+    return most, warnings
 
 
 def _need_consent(recording: Path, command: Command, yes: bool | Callable[[str], bool]) -> None:
@@ -148,36 +187,53 @@ def _folder(given: Path | None, command: Command) -> Path:
 
 
 def _run_all(
-    command: Command, plans: list[Plan], folder: Path, options: Options, num_rounds: int, on_line: Say, where: Where
+    command: Command,
+    changed: Mapping[str, Command],
+    plans: list[Plan],
+    folder: Path,
+    options: Options,
+    num_rounds: int,
+    on_line: Say | None,
+    where: Where,
+    times_more: bool,
 ) -> tuple[list[Attempt], dict[str, list[Attempt]]]:
     """Return the runs of a rehearsal and of all rounds, without a fix and with each.
 
-    A fix that the rehearsal refuses is not run again.
+    `changed` has the commands of changes by hand, by name. A fix that the rehearsal refuses is not run again. With
+    `times_more`, as many steps are timed as take `TIMED_NS`, if they are more than the options say.
     """
-    from stepscope.analysis.comparison.verification import refusal
+    from stepscope.analysis.comparison.verification import refusal, steps_ns
     from stepscope.sweep.engines.engine import Engine
     from stepscope.sweep.grid import default_device
 
     before: list[Attempt] = []
     after: dict[str, list[Attempt]] = {plan.fix: [] for plan in plans}
-    with where.open(folder, default_device(), on_line, keeps_node=True) as server:
+    with where.open(folder, default_device(), on_line or (lambda line: None), keeps_node=True) as server:
         engine = server if isinstance(server, Engine) else None
+        began_s = last_s = time.monotonic()
+        turn, left = "rehearsal", ""
 
-        def run(name: str, number: int, fix: str | None) -> Attempt:
-            done = attempt(command, folder / f"{name}-{number}", number, fix, options, not number, engine=engine)
+        def run(name: str, number: int) -> Attempt:
+            if on_line is not None:
+                on_line(f"{turn}: {'' if name == WITHOUT else 'with '}{name}{left}")
+            fix = None if name == WITHOUT or name in changed else name
+            output = folder / f"{name}-{number}"
+            done = attempt(changed.get(name, command), output, number, fix, options, not number, engine=engine)
             _need_like_devices([*before, done])
             return done
 
         for number in range(num_rounds + 1):
-            turn = f"round {number} of {num_rounds}" if number else "rehearsal"
-            on_line(f"{turn}: without")
-            before.append(run("without", number, None))
+            if number == 1 and times_more:
+                num_timed = round(TIMED_NS / steps_ns(before, 0)[0])
+                options = replace(options, clean=max(options.clean, min(num_timed, MOST_CLEAN)))
+            if number:
+                turn, began_s, last_s = f"round {number} of {num_rounds}", last_s, time.monotonic()
+                left = f", about {elapsed((num_rounds + 1 - number) * (last_s - began_s))} left"
+            before.append(run(WITHOUT, number))
             need_timed(before[-1], options)
             for plan in plans:
-                if number and refusal(plan, before[0], after[plan.fix]) is not None:
-                    continue
-                on_line(f"{turn}: with {plan.fix}")
-                after[plan.fix].append(run(plan.fix, number, plan.fix))
+                if not number or refusal(plan, before[0], after[plan.fix]) is None:
+                    after[plan.fix].append(run(plan.fix, number))
     return before, after
 
 
@@ -254,8 +310,11 @@ def _expected_gains(session: Session | None, device_name: str | None, chosen: li
     if session is None:
         return {}
     from stepscope.analysis.comparison.verification import Expected
-    from stepscope.findings.diagnose import diagnose
+    from stepscope.findings.diagnose import all_rules, diagnose
     from stepscope.findings.fixes import expected_of
+
+    rules = {rule.id for rule in all_rules()}
+    chosen = [each for each in chosen if each.script is None or each.text in rules]
 
     was = (session.recording.facts.get("environment") or {}).get("device_name")
     reason = f"it was recorded on {was}, so its expected saving does not apply here"

@@ -7,6 +7,9 @@ a fix that changes nothing is reported as "not applied". Then come N timed round
 with the fix. Step times are compared as in stepscope compare, and losses step by step. The result is shown next to
 the saving that stepscope diagnose expected.
 
+A change that you made by hand, in a copy of the script, is --fix NAME=COPY.py: the copy runs with the same arguments.
+With the name of a finding, it is shown next to what diagnose expected of it.
+
 Put options before TARGET; --fix, --rounds and --json may also follow it. Arguments after "--" go to the script.
 Fixes joined by "+" are applied together. The exit code is 0 if every fix was measured and its losses agree, 3 if one
 fails or its losses differ, 4 if one could not be applied or measured, and 2 for a usage error.
@@ -14,6 +17,7 @@ fails or its losses differ, 4 if one could not be applied or measured, and 2 for
 examples:
   stepscope verify runs/baseline --fix unfused_optimizer
   stepscope verify train.py --lr 3e-4 --fix autocast --fix compile=max-autotune --fix autocast+compile
+  stepscope verify runs/baseline --fix synchronization=after.py
   stepscope verify --fix launch_bound --rounds 5 -m package.train --config small.toml
   stepscope verify --fix list
 """
@@ -43,7 +47,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     _add_options_anywhere(parser)
     add, allowed = parser.add_argument, "allowed loss difference (default: depends on the fix)"
     add("--warmup", type=positive, default=8, metavar="N", help="warm-up steps excluded from timing (default 8)")
-    add("--clean", type=positive, default=20, metavar="N", help="timed steps per run (default 20)")
+    add("--clean", type=positive, metavar="N", help="timed steps per run (default 20, or as many as take 2 s)")
     add("--tolerance", type=share, metavar="P%", help=allowed)
     add("--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)")
     add_engine_arguments(parser)
@@ -54,7 +58,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _add_options_anywhere(parser: argparse.ArgumentParser) -> None:
     """Add the options that may also follow a script's name."""
     add, pairs = parser.add_argument, "pairs of runs, without and with the fix (default 4)"
-    add("--fix", action="append", default=[], metavar="ID", help="fix to test; may be repeated")
+    fix = "fix to test, or NAME=COPY.py: a copy that you changed; may be repeated"
+    add("--fix", action="append", default=[], metavar="ID", help=fix)
     add("--rounds", type=positive, default=4, metavar="N", help=pairs)
     add("--json", action="store_true", help="print JSON instead of text (docs/verify.md)")
 
@@ -68,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if not words:
         raise UsageError("name a recording or a script: stepscope verify runs/baseline --fix autocast")
-    with doing() as show:
+    with doing("verify") as show:
         verification = verify(
             *words,
             fix=arguments.fix,

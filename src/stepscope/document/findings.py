@@ -28,6 +28,8 @@ _LESS_WORK = {
     ),
 }  # fmt: skip
 """What is not equal after the fix of a finding, so that `compare` must be told."""
+_NOT_IN_A_SHORT_RUN = {"compile_not_amortized", "drift", "other_process", "stalls", "throttling"}
+"""Findings about a long run, or about the machine: `verify` times a few steps of a changed script."""
 
 
 def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Document:
@@ -107,6 +109,8 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> Find
     prove = None
     if recording is not None and finding.id in FIXES and finding.is_provable:
         prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
+    elif recording is not None and finding.saving_ns and diagnosis.script and finding.id not in _NOT_IN_A_SHORT_RUN:
+        prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}=CHANGED.py  # a copy with the change"
     elif recording is not None and (finding.saving_ns or finding.saving_bytes):
         allowed = f" --allow {_LESS_WORK[finding.id]}" if finding.id in _LESS_WORK else ""
         changed = f"runs/without-{finding.id}"

@@ -14,7 +14,12 @@ from stepscope.formatting import average, duration, milliseconds, percent, plura
 
 _LEAST_WARMUP_NS = 1e9
 _ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order", "reduced": "lower precision",
-            "resampled": "other random numbers in the data"}  # fmt: skip
+            "resampled": "other random numbers in the data", "by hand": "a change by hand"}  # fmt: skip
+
+_WHY_MEANS = {
+    gate.RESAMPLED: "The data draws random numbers, and workers draw others",
+    gate.BY_HAND: "Those of single steps differ, as if the change draws other random numbers",
+}
 
 
 def verification_document(found: Verification) -> Document:
@@ -68,6 +73,8 @@ def _verdict(each: Verified) -> str:
 
 
 def _facts(each: Verified) -> Iterator[Fact]:
+    if each.script is not None:
+        yield Fact("changed", each.script)
     if each.reason is not None:
         yield Fact("reason", each.reason)
     change = each.change
@@ -144,8 +151,8 @@ def _means_sentence(losses: LossCheck) -> str:
     how = "agree" if losses.verdict == gate.AGREE else "differ"
     return (
         f"{how}: on average {_loss(losses.after)} instead of {_loss(losses.before)} in "
-        f"{plural(losses.num_steps, 'step')}, {_small(losses.difference_share)} apart. The data draws random "
-        f"numbers, and workers draw others, so only means are compared; allowed {_small(losses.limit_share)} "
+        f"{plural(losses.num_steps, 'step')}, {_small(losses.difference_share)} apart. "
+        f"{_WHY_MEANS[losses.arithmetic]}, so only means are compared; allowed {_small(losses.limit_share)} "
         f"({_small(losses.tolerance_share)}, plus the {_small(losses.chance_share)} that chance can make)"
     )
 

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, RESAMPLED, SAME
+from stepscope.analysis.comparison.losses import BY_HAND, NOT_COMPARABLE, REDUCED, REORDERED, RESAMPLED, SAME
 from stepscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,12 +85,35 @@ class Chosen:
 
     text: str
     fixes: tuple[Fix, ...]
+    script: str | None = (
+        None  # with the change, if it was made by hand: then `text` is its name, and there are no fixes
+    )
 
     @property
     def arithmetic(self) -> str:
         """The largest effect of its fixes on losses."""
+        if self.script is not None:
+            return BY_HAND
         order = (SAME, REORDERED, REDUCED, RESAMPLED, NOT_COMPARABLE)
         return max((fix.arithmetic for fix in self.fixes), key=order.index)
+
+
+def parse_change(text: str) -> Chosen:
+    """Return the fixes named on the command line, or a change by hand: `NAME=SCRIPT`, or `NAME="SCRIPT ARGUMENTS"`.
+
+    >>> parse_change("host_sync=after.py").script
+    'after.py'
+    """
+    name, _, script = text.partition("=")
+    try:
+        first = next(iter(shlex.split(script)), "")
+    except ValueError as error:
+        raise UsageError(f"--fix {text}: {error}") from None
+    if first != "-m" and not first.endswith(".py"):
+        return parse_fix(text)
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise UsageError(f"--fix {text}: the name of a change by hand has letters, digits, '_' and '-' only")
+    return Chosen(name, (), script)
 
 
 def parse_fix(text: str) -> Chosen:
@@ -103,8 +128,8 @@ def parse_fix(text: str) -> Chosen:
         fix = FIXES.get(name)
         if fix is None:
             raise UsageError(
-                f"Unknown fix {name!r}. Choose from {', '.join(FIXES)} (see stepscope list fixes). The fix of any "
-                "other finding is a change by hand: make it, then run what diagnose shows under 'Prove it'."
+                f"Unknown fix {name!r}. Choose from {', '.join(FIXES)} (see stepscope list fixes). Make any other "
+                f"change by hand in a copy of the script, then: stepscope verify … --fix {name}=COPY.py"
             )
         if equals and not _is_allowed(fix, value):
             takes = f"must be {' or '.join(filter(None, fix.values))}" if fix.values else "is not allowed"
@@ -147,7 +172,7 @@ def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
     """Return the saving that a diagnosis predicts for a fix, from the finding with its id, or why there is none."""
     from stepscope.analysis.comparison.verification import Expected
 
-    name = chosen.fixes[0].id
+    name = chosen.text if chosen.script is not None else chosen.fixes[0].id
     finding = next((each for each in diagnosis.findings if each.id == name), None)
     unchecked = next((each.reason for each in diagnosis.unchecked if each.id == name), None)
     if len(chosen.fixes) > 1:

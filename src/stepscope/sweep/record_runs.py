@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,39 @@ class Command:
         """What runs, as a shell would take it."""
         return f"cd {shlex.quote(str(self.folder))} && python {self.text}"
 
+    def changed(self, name: str, text: str) -> "Command":
+        """Return the command with a change made by hand; `text` is the new script, or all words of a new command."""
+        words = shlex.split(text)
+        module_or_script = 2 if words[0] == "-m" else 1
+        if words[0] != "-m":
+            if not Path(words[0]).is_file():
+                raise UsageError(f"--fix {name}={text}: {words[0]} is not a file")
+            if self.folder != Path.cwd():
+                words[0] = str(Path(words[0]).absolute())
+        if len(words) == module_or_script:
+            old = self._script()
+            words = [*self.words[: old.start], *words, *self.words[old.stop :]]
+        new = replace(self, words=tuple(words), file=None)
+        if [*map(self._path, new.words)] == [*map(self._path, self.words)]:
+            raise UsageError(
+                f"--fix {name}={text}: that is the same command. Name a copy of the script that has the change. If "
+                f"you changed it in place, keep the old one too: git show HEAD:./{words[0]} > before.py"
+            )
+        return new
+
+    def _script(self) -> range:
+        """Return which words name the script: the first file in Python, after the words of a launcher."""
+        for place, word in enumerate(self.words):
+            if word.endswith(".py") and (self.folder / word).is_file():
+                return range(place, place + 1)
+        if self.words[0] == "-m":
+            return range(2)
+        raise UsageError(f"{self.text}: which word is the script? Name the whole changed command in quotes")
+
+    def _path(self, word: str) -> str:
+        path = self.folder / word
+        return str(path.resolve()) if word.endswith(".py") and path.is_file() else word
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -156,10 +189,11 @@ def recorded_command(folder: Path, facts: Mapping[str, Any]) -> Command:
     by_hand = "Verify the script directly: stepscope verify SCRIPT ARGUMENTS… --fix ID"
     if not argv or not argv[0]:
         raise RecordingError(f"{folder} does not say which script was run (a notebook?). {by_hand}")
-    ranks = int((facts.get("environment") or {}).get("world_size") or 1)
-    if ranks > 1:
+    ranks, launched = int((facts.get("environment") or {}).get("world_size") or 1), command.get("script")
+    if ranks > 1 and not launched:
         raise RecordingError(
-            f"{folder} has {ranks} ranks, but a fix is verified in one process. Record the script without torchrun."
+            f"{folder} has {ranks} ranks and does not say what started them. Record it with the launcher after "
+            "`stepscope run`: stepscope run -m torch.distributed.run --nproc-per-node N SCRIPT"
         )
     if not where.is_dir():
         raise RecordingError(f"{folder} was recorded in {where}, which no longer exists. {by_hand}")
@@ -167,6 +201,8 @@ def recorded_command(folder: Path, facts: Mapping[str, Any]) -> Command:
     if command.get("module"):
         file = Path(argv[0])
         argv = ["-m", command.get("program") or _module_name(file, where), *argv[1:]]
+    if launched and (where / launched).is_file():
+        file = where / launched
     if not file.is_file():
         raise RecordingError(f"{folder} is a recording of {file}, which no longer exists. {by_hand}")
     tokens = (facts.get("config") or {}).get("tokens_per_step")

@@ -8,12 +8,13 @@ from statistics import fmean, stdev
 
 from stepscope.analysis.time.statistics import block_means
 
-SAME, REORDERED, REDUCED, RESAMPLED = "same", "reordered", "reduced", "resampled"
+SAME, REORDERED, REDUCED, RESAMPLED, BY_HAND = "same", "reordered", "reduced", "resampled", "by hand"
 NOT_COMPARABLE = "not comparable"
-TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2, RESAMPLED: 2e-2}
+TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2, RESAMPLED: 2e-2,
+                                  BY_HAND: 2e-2}  # fmt: skip
 """Allowed difference of losses by effect on the arithmetic: none, reordered sums, or lower precision. Rounding to
-bfloat16's 8 bits is up to 0.4 %, and a step has many roundings. If the data may draw other random numbers, the
-mean of the losses may differ by that, beyond chance."""
+bfloat16's 8 bits is up to 0.4 %, and a step has many roundings. If the data may draw other random numbers, or the
+change was made by hand, the mean of the losses may differ by that, beyond chance."""
 AGREE, DIFFER, NOT_COMPARED = "agree", "differ", "not compared"
 NOISE_FACTOR = 2.0  # beyond the tolerance, this many times the distance of two runs without the change
 _LEAST_SCALE = 0.1
@@ -32,7 +33,7 @@ class LossCheck:
     reason: str | None  # why they were not compared
     arithmetic: str
     """The change's effect: `same`, `reordered`, `reduced`; `resampled`: the data may draw other random numbers, and
-    if it does, mean losses are compared; `not comparable`."""
+    if it does, mean losses are compared; `by hand`: the same rule; `not comparable`."""
     tolerance_share: float | None = None  # the allowed difference at each step
     noise_share: float | None = None
     """The largest difference between two runs without the change; 0 for a deterministic script."""
@@ -82,8 +83,8 @@ def check_losses(
         return LossCheck(NOT_COMPARED, "the loss is not finite without the change either", arithmetic, tolerance)
     share, step, first, second = _median_distance(before, after, moved)
     limit = tolerance + NOISE_FACTOR * noise
-    if arithmetic == RESAMPLED and share > limit:
-        return _means(before, after, tolerance, noise)
+    if arithmetic in (RESAMPLED, BY_HAND) and share > limit:
+        return _means(before, after, arithmetic, tolerance, noise)
     agrees = share <= limit + _allowed(moved, step)
     if agrees and moved:  # then the largest difference is worth reporting, however much of it is explained
         share, step, first, second = _median_distance(before, after, {})
@@ -108,17 +109,19 @@ _NUM_BLOCKS = 5  # neighboring losses depend on one another, blocks of them hard
 _STUDENT = 4.6  # of so many blocks: chance exceeds it once in 100 times
 
 
-def _means(before: Sequence[Losses], after: Sequence[Losses], tolerance: float, noise: float) -> LossCheck:
+def _means(
+    before: Sequence[Losses], after: Sequence[Losses], arithmetic: str, tolerance: float, noise: float
+) -> LossCheck:
     """Return whether the mean losses agree, of runs whose batches differ."""
     pairs = sorted((_mean_difference(*pair) for pair in product(before, after)), key=lambda pair: abs(pair[0]))
     share, chance, first, second, num_steps = pairs[(len(pairs) - 1) // 2]
     if num_steps < _FEWEST:
-        reason = f"the data draws random numbers, others with the change, and {num_steps} steps are too few for means"
-        return LossCheck(NOT_COMPARED, reason, RESAMPLED, tolerance, noise)
+        reason = f"the losses of single steps differ, and {num_steps} steps are too few to compare means"
+        return LossCheck(NOT_COMPARED, reason, arithmetic, tolerance, noise)
     return LossCheck(
         verdict=AGREE if abs(share) <= tolerance + chance else DIFFER,
         reason=None,
-        arithmetic=RESAMPLED,
+        arithmetic=arithmetic,
         tolerance_share=tolerance,
         noise_share=noise,
         limit_share=tolerance + chance,

@@ -1,11 +1,20 @@
 """The effect of a fix, from interleaved runs of a script with and without it: times, and whether the losses agree."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean, median
 from typing import Any
 
-from stepscope.analysis.comparison.losses import DIFFER, NOT_COMPARABLE, LossCheck, check_losses, finite, noise_of
+from stepscope.analysis.comparison.losses import (
+    BY_HAND,
+    DIFFER,
+    NOT_COMPARABLE,
+    LossCheck,
+    check_losses,
+    finite,
+    noise_of,
+)
 from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, RUNS, TOO_FEW, Change, Measure, change_of
 from stepscope.analysis.time.summary import clean_step_ns, loop_of
 from stepscope.display import Shown
@@ -39,6 +48,7 @@ class Plan:
     lowers_to: Sequence[str] = ()
     tolerance_share: float | None = None
     threshold_share: float = 0.02
+    script: str | None = None  # the changed script, if the change was made by hand
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Round:
 class Verified:
     """The result for one fix."""
 
-    fix: str  # as typed
+    fix: str  # as typed; of a change by hand, its name
     status: str
     """`faster`, `slower`, `no difference shown`, `too few samples`; `wrong`: the losses differ; `failed`: the script
     does not run with it; `not applied`: it changed nothing; `not comparable`."""
@@ -80,6 +90,7 @@ class Verified:
     warmup_extra_ns: float | None = None  # how much longer the warm-up takes: compiling, starting workers
     pays_after_steps: int | None = None  # steps until the fix makes up for that; null if it saves nothing
     peak_bytes: tuple[int, int] | None = None  # peak allocated memory without and with it; null without a GPU
+    script: str | None = None  # the changed script, if the change was made by hand
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,11 +132,12 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         return refused or Verified(plan.fix, FAILED, "it left no recording", expected=expected)
     rehearsed = before[0].recording
     changed, left, _ = applied(first)
-    losses = gate(plan, before, after)
-    known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
-    known["products"] = _products(rehearsed, first)
     runs = (_timed(before), _timed(after))
     unit, reason = _unit(plan, runs)
+    has_other_data = unit not in (None, "step")
+    losses = gate(replace(plan, arithmetic=NOT_COMPARABLE) if has_other_data else plan, before, after)
+    known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
+    known |= {"products": _products(rehearsed, first), "script": plan.script}
     if unit is None:
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
     times = (steps_ns(before), steps_ns(after))
@@ -160,7 +172,9 @@ def gate(
 ) -> LossCheck:
     """Return whether losses with a change agree with those without; the first of `before` is the rehearsal."""
     is_low = any(flops_by_dtype(before[0].recording).get(dtype) for dtype in LOW_DTYPES)
-    sides = (_losses(before), _losses(after))
+    # Small differences grow from step to step, so the timed runs are held to as many steps as the rehearsal has.
+    last = max((step for each in _losses(before[:1]) for step in each), default=-1)
+    sides = (_losses(before, last), _losses(after, last))
     return check_losses(*sides, plan.arithmetic, plan.tolerance_share, is_low, _losses(rounded))
 
 
@@ -176,10 +190,10 @@ def refusal(
     failure = next((each.failure for each in after if each.failure is not None), None)
     first = next((each.recording for each in after if each.recording is not None), None)
     changed, left, _ = applied(first)
-    reasons = [applied(each.recording)[2] for each in after]
+    reasons = [applied(each.recording)[2] for each in after if plan.script is None]
     why_not = next((reason for reason in reasons if reason is not None), None)
     if failure is not None:
-        return Verified(plan.fix, FAILED, failure, changed=changed, left=left, expected=expected)
+        return Verified(plan.fix, FAILED, failure, changed=changed, left=left, expected=expected, script=plan.script)
     products = {} if first is None else _products(before.recording, first)
     for dtype in plan.lowers_to if products else ():
         without, with_it = products.get(dtype, (0.0, 0.0))
@@ -191,9 +205,10 @@ def refusal(
     return Verified(plan.fix, NOT_APPLIED, why_not, changed=changed, left=left, products=products, expected=expected)
 
 
-def steps_ns(attempts: Sequence[Attempt]) -> list[float]:
-    """Return the time per step of each run that counts, with its part of what lies between steps."""
-    return [loop.step_ns for loop in map(loop_of, _timed(attempts)) if loop is not None]
+def steps_ns(attempts: Sequence[Attempt], first: int = 1) -> list[float]:
+    """Return the time per step of each run from round `first` on, with its part of what lies between steps."""
+    runs = [each.recording for each in attempts if each.round >= first and each.recording is not None]
+    return [loop.step_ns for loop in map(loop_of, runs) if loop is not None]
 
 
 def _timed(attempts: Sequence[Attempt]) -> list[Recording]:
@@ -232,9 +247,9 @@ def flops_by_dtype(recording: Recording | None) -> dict[str, float]:
     return flops.get("model_flops_by_dtype") or {}
 
 
-def _losses(attempts: Sequence[Attempt]) -> list[dict[int, float]]:
+def _losses(attempts: Sequence[Attempt], last: float = math.inf) -> list[dict[int, float]]:
     recordings = [each.recording for each in attempts if each.recording is not None]
-    return [{s.step: s.loss for s in recording.samples if s.loss is not None} for recording in recordings]
+    return [{s.step: s.loss for s in each.samples if s.loss is not None and s.step <= last} for each in recordings]
 
 
 def _unit(plan: Plan, runs: _Runs) -> tuple[str | None, str | None]:
@@ -242,14 +257,18 @@ def _unit(plan: Plan, runs: _Runs) -> tuple[str | None, str | None]:
     if not all(map(clean_step_ns, runs[1])):
         num = min(len(recording.samples) for recording in runs[1])
         return None, f"the script ended after {num} steps with it, before any was timed: let it run longer"
-    for unit in ("tokens", "samples"):
-        counts = [_per_step(side, unit) for side in runs]
-        if counts[0] and counts[1]:
-            if plan.arithmetic == NOT_COMPARABLE:
-                return unit, None
-            if abs(counts[1] / counts[0] - 1) > _SAME_WORK:
-                return None, f"a step has {counts[1]:,.1f} {unit} with it and {counts[0]:,.1f} without"
-            return "step", None
+    pairs = {unit: (_per_step(runs[0], unit), _per_step(runs[1], unit)) for unit in ("tokens", "samples")}
+    changes = {unit: after / before - 1 for unit, (before, after) in pairs.items() if before and after}
+    if plan.arithmetic == BY_HAND:  # less padding has fewer tokens, and packing fewer samples
+        is_same = not changes or any(abs(share) <= _SAME_WORK for share in changes.values())
+        return "step" if is_same else next(iter(changes)), None
+    for unit, share in changes.items():
+        if plan.arithmetic == NOT_COMPARABLE:
+            return unit, None
+        if abs(share) > _SAME_WORK:
+            before, after = pairs[unit]
+            return None, f"a step has {after:,.1f} {unit} with it and {before:,.1f} without"
+        return "step", None
     if plan.arithmetic == NOT_COMPARABLE:
         return None, "the tokens per step are unknown: --tokens-per-step cannot give them for two batch sizes"
     return "step", None

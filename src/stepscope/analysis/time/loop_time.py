@@ -131,6 +131,16 @@ def beside_ns(loop: LoopTime | None, typical_ns: float) -> tuple[float, float]:
     return between_ns, 0.0 if loop is None else max(0.0, loop.step_ns - between_ns - typical_ns)
 
 
+def periods(recording: Recording) -> dict[str, float]:
+    """Return how many steps lie between two evaluations (checkpoints, …), by row; of what happened at least twice."""
+    found = {}
+    for kind, row in BETWEEN.items():
+        steps = [sample.step for sample in recording.samples if sample.host_ns.get(kind)]
+        if len(steps) > 1 and kind != "garbage_collection":  # that comes whenever it likes
+            found[row] = (steps[-1] - steps[0]) / (len(steps) - 1)
+    return found
+
+
 def measured_steps(recording: Recording, on_device: bool) -> Sequence[StepSample]:
     """Return the steps that tell how long one takes in a long run."""
     recording = without_launch_cost(recording, launch_cost_ns(recording, _passes_ns))

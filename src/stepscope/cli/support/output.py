@@ -209,13 +209,18 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 @contextmanager
-def doing() -> Iterator[Callable[[str], None]]:
-    """Yield a function that says on standard error what is being done; the line disappears when the work ends."""
+def doing(verb: str = "") -> Iterator[Callable[[str], None]]:
+    """Yield a function that says on standard error what is being done; the line disappears when the work ends.
+
+    If standard error is no terminal, long work has the name of its `verb`, and says what it does line by line.
+    """
     is_shown = is_terminal(sys.stderr)
 
     def show(what: str) -> None:
         if is_shown:
             tell(f"\r{what[: shutil.get_terminal_size().columns - 3]} …\x1b[K", end="")
+        elif verb:
+            tell(f"stepscope {verb}: {what}")
 
     try:
         yield show

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -237,9 +238,10 @@ class Tools:
     ) -> Answer:
         """Measure whether fixes pay: alternate runs of the script with and without each, compare times and losses.
 
-        A fix is an id of `stepscope list fixes`, such as `autocast` or `compile`; "+" joins several.
+        A fix is an id of `stepscope list fixes`, such as `autocast` or `compile`; "+" joins several. For a change by
+        hand, it is `NAME=COPY.py`: the finding's id, and a copy of the script with the change.
         """
-        each = [f"--fix={fix}" for fix in fixes]
+        each = [f"--fix={self._fix(fix)}" for fix in fixes]
         words = ["verify", "--json", f"--rounds={rounds}", *each, self._script(script), "--", *(arguments or [])]
         return await self._execute(words, minutes, ROWS, [command("improve", script)])
 
@@ -273,20 +275,15 @@ class Tools:
         if any("top_kernels" in each for each in lists):
             for each in lists:
                 each.pop("ops", None)
-        data = {
-            "ranks": [
-                {"rank": each["rank"], **{name: listed[offset:] for name, listed in kept.items()}}
-                for each, kept in zip(ranks, lists)
-            ]
-        }
+        pages = [{name: listed[offset:] for name, listed in kept.items()} for kept in lists]
+        data = {"ranks": [{"rank": each["rank"], **page} for each, page in zip(ranks, pages)]}
         return answer(_verdict(found), data, [command("diagnose", where)], rows, offset=offset)
 
     def _path(self, path: str | None) -> Path:
         """Return a path inside the folder; UsageError if it, or a link inside it, leads out of it."""
         from stepscope.session.session import latest_run
 
-        named = Path(path) if path is not None else latest_run()
-        where = self._confined(named)
+        where = self._confined(named := latest_run() if path is None else Path(path))
         for number, file in enumerate(where.rglob("*") if where.is_dir() else ()):
             if number >= MOST_FILES:
                 raise UsageError(f"{named} has more than {MOST_FILES:,} files: name a recording or a trace inside it")
@@ -309,6 +306,12 @@ class Tools:
         if not where.is_file():
             raise UsageError(f"{script} is not a file in {self._folder}")
         return f"./{where.relative_to(self._folder)}"
+
+    def _fix(self, fix: str) -> str:
+        from stepscope.findings.fixes import parse_change
+
+        change = parse_change(fix)
+        return fix if change.script is None else f"{change.text}={shlex.quote(self._script(change.script))}"
 
     def _workload(self, workload: str) -> str:
         """Return a workload whose file, if it has one, is in the folder."""

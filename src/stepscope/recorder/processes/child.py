@@ -24,6 +24,7 @@ from stepscope.recorder.processes import launch
 from stepscope.recorder.processes import rank as ranks
 from stepscope.recorder.processes.ending import adopt, ending
 from stepscope.recorder.processes.options import Options
+from stepscope.recorder.run_facts import file_hash
 
 if TYPE_CHECKING:
     from stepscope.recorder.fixes.applied import AppliedFixes
@@ -178,7 +179,8 @@ class Child:
         speaks = (is_first if rank is None else rank == 0) and not trains_itself
         shared = json.loads((options.folder / files.RECORDING_FILE).read_bytes())
         facts = {name: shared[name] for name in SHARED_FACTS if name in shared}
-        facts["command"] |= {"script": str(sys.argv[0])} if sys.argv else {}  # the command may be a launcher's
+        if sys.argv:  # the command may be a launcher's
+            facts["command"] |= {"script": str(sys.argv[0]), "sha256": file_hash(Path(sys.argv[0]))}
         options = dataclasses.replace(options, folder=folder, windows=windows)
         session = session_of(options, facts, self._fixes, wall.tell if speaks and not options.is_quiet else None)
         self._pid = os.getpid()
