@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -35,13 +36,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks fork")
-def test_three_gloo_ranks_of_which_one_is_slow(forks, tmp_path):
+def test_three_gloo_ranks_of_which_one_is_slow(tmp_path):
+    """In processes of its own: a traced child of a child of the server of forks hung at its exit, in 2 of 25 runs."""
     (tmp_path / "train.py").write_text(SCRIPT)
     run = tmp_path / "run"
     options = ["--warmup", "3", "--clean", "6", "--trace-ranks", "slowest", "--no-memory", "--quiet", "-o", str(run)]
-    words = ["-m", "stepscope", "run", *options, "train.py", str(tmp_path / "store")]
-    exit_code, _, error = forks.run(words, tmp_path, {})
-    assert exit_code == 0, error
+    words = [sys.executable, "-m", "stepscope", "run", *options, "train.py", str(tmp_path / "store")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
     session = open_session(run)
     assert [(file.path.parent.parent.name, file.rank) for file in session.trace_files] == [("rank1", 1)]
