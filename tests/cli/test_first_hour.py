@@ -55,6 +55,14 @@ def test_a_folder_that_may_not_be_read(folder):
     )
 
 
+def test_a_rank_that_nothing_launched(forks, folder):
+    (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    code, said, _ = forks.run(["-m", "stepscope", "run", "-o", "runs/ddp", "ddp.py", "3"], folder, {})
+
+    assert code == 1 and "expects to be launched" in " ".join(said.split())
+    assert said.rstrip().endswith("stepscope run -m torch.distributed.run --nproc-per-node 2 ddp.py 3")
+
+
 def test_a_script_without_a_step(forks, folder):
     code, said, _ = forks.run(["-m", "stepscope", "run", "train.py"], folder, {})
 

@@ -60,6 +60,20 @@ def test_a_recording_is_only_replaced_with_force(tmp_path):
     assert list(folder.iterdir()) == []
 
 
+def test_a_recording_without_a_step_gives_way(tmp_path):
+    folder = recorded(tmp_path / "run")
+    (folder / "trace" / "rank0.json.gz").unlink()
+    (folder / "samples.jsonl").write_text("")
+    (folder / "rank1").mkdir(exist_ok=True)
+    (folder / "rank1" / "samples.jsonl").write_text("{}\n")
+
+    with pytest.raises(ValueError, match="already holds a recording"):
+        prepare_folder(folder, force=False)
+    (folder / "rank1" / "samples.jsonl").write_text("")
+    prepare_folder(folder, force=False)
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_of_somebody_elses_is_refused_and_untouched(tmp_path, force):
     (tmp_path / "thesis.tex").write_text("years of work")

@@ -16,7 +16,7 @@ from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series
-from stepscope.document.verdict import verdict
+from stepscope.document.verdict import needs_launcher, verdict
 from stepscope.document.whole_run import WholeRun
 from stepscope.errors import StepscopeError
 from stepscope.formatting import milliseconds, plural
@@ -110,7 +110,8 @@ def card_document(card: Card) -> Document:
     following = f"{diagnose}stepscope report {shlex.quote(str(shown))} --open"
     if not summary.num_steps:  # the verdict says what to change before
         script = card.recording.script if card.recording.facts.get("environment") else None  # else it has no torch
-        following = f"stepscope run {script or 'path/to/train.py'}"
+        launcher = "-m torch.distributed.run --nproc-per-node 2 " if needs_launcher(card.recording) else ""
+        following = f"stepscope run {launcher}{script or 'path/to/train.py'}"
     last = Fact("recording", str(shown)), Fact("next", following)
     problems = () if card.whole_run is None else card.whole_run.problems
     parts: list[Part] = [Facts((*card.run, *card.figures, *problems))]

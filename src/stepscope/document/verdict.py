@@ -121,6 +121,8 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
     if recording.status == "interrupted" and recording.facts.get("finished_at"):
         return "The script was interrupted before its first step. Let it run longer."
     if recording.status == "failed":
+        if needs_launcher(recording):
+            return "The script ended before its first step: it is one of several ranks and expects to be launched."
         return f"The script ended before its first step{_how_it_failed(recording)}. Run it again once that is fixed."
     if num_children := recording.facts.get("num_child_processes") or 0:
         return (
@@ -131,6 +133,11 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
         "No step was found: no optimizer stepped, no parameter changed after a backward, and no module was called. "
         "Call stepscope.step() at the end of your loop."
     )
+
+
+def needs_launcher(recording: Recording) -> bool:
+    """Return whether a script failed because nothing told it its rank, as torchrun does."""
+    return "environment variable RANK expected" in (recording.facts.get("exception") or "")
 
 
 def _how_it_failed(recording: Recording) -> str:

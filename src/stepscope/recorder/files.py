@@ -94,14 +94,21 @@ def _variable(name: str, otherwise: str) -> str:
     return text if text.isdecimal() else otherwise
 
 
+def _has_no_step(folder: Path) -> bool:
+    """Return whether nothing was measured in a recording, nor in one of its ranks."""
+    files = [file for name in (SAMPLES_FILE, HISTORY_FILE, f"{TRACE_FOLDER}/*") for file in folder.rglob(name)]
+    return not any(file.stat().st_size for file in files)
+
+
 def prepare_folder(
     folder: Path, force: bool, keep_ranks: bool = False, resumes: bool = False, option: str = ""
 ) -> None:
     """Create `folder`, or empty an earlier recording if `force` is set. Raises ValueError if that is not possible.
 
-    `resumes` empties it too, but keeps its history, which goes on. Only a folder that holds a recording is emptied:
-    `force` on a home directory is refused. `keep_ranks` leaves other ranks' folders alone, because they are being
-    written. `option` is how to name another folder.
+    A recording without a step, as of a script that failed at its beginning, gives way without it. `resumes` empties
+    it too, but keeps its history, which goes on. Only a folder that holds a recording is emptied: `force` on a home
+    directory is refused. `keep_ranks` leaves other ranks' folders alone, because they are being written. `option` is
+    how to name another folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +118,7 @@ def prepare_folder(
         if entries:
             if not _is_recording(folder / RECORDING_FILE):
                 raise ValueError(f"{folder} is not empty and holds no recording: name another folder")
-            if not (force or resumes):
+            if not (force or resumes or _has_no_step(folder)):
                 how = "add --force (in Python, force=True) to replace it, or name another folder"
                 raise ValueError(f"{folder} already holds a recording: {how}")
             if (pid := _recorded_by(folder / RECORDING_FILE)) is not None:
