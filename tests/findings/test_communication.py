@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import polars as pl
 import pytest
 from recorded_cases import recorded
 
 from stepscope import analyze
 from stepscope.analysis.ranks.network import transfers
+from stepscope.analysis.time.cpu_ledger import cpu_ledger
 from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.ranks import communication, stragglers
@@ -206,15 +208,15 @@ def test_eight_ranks_of_one_real_step(eight_ranks):
 def test_what_cannot_be_seen(tmp_path):
     with pytest.raises(Unavailable, match="one rank"):
         stragglers(case_of(tmp_path, rank0=rank_trace(0)))
-    with pytest.raises(Unavailable, match="no trace of GPU work"):
+    with pytest.raises(Unavailable, match="nor a collective of gloo"):
         communication(case_of(tmp_path, host=TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20)))
 
 
-def test_collectives_on_a_cpu_are_not_compared(tmp_path):
+def test_ranks_on_a_cpu_that_do_not_communicate(tmp_path):
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20)
     case = case_of(tmp_path, rank0=trace, rank1=trace)
     case._recording = recorded(tmp_path / "run", [10.0] * 8).recording
-    with pytest.raises(Unavailable, match="diagnose --rank 1"):
+    with pytest.raises(Unavailable, match="No collective was found on several ranks"):
         stragglers(case)
 
 
@@ -224,14 +226,48 @@ def test_a_gpu_that_does_not_communicate(tmp_path):
     assert communication(case_of(tmp_path, rank0=trace)) == []
 
 
-def test_collectives_of_gloo_are_not_compared(tmp_path):
-    traces = {}
-    for rank in range(2):
-        trace = TraceBuilder(distributedInfo={"backend": "gloo", "rank": rank, "world_size": 2})
-        for step in range(6):
-            trace.step(step + 1, 10_000 * step, 10_000).op("aten::mm", 10_000 * step + 5, 4000)
-            trace.op("gloo:all_reduce", 10_000 * step + 5000, 2000)
-        traces[f"rank{rank}"] = trace
+def gloo_trace(rank, late_us=0, transfer_us=100, num_steps=4):
+    """A rank on a CPU: work from 1 to 5 ms, `late_us` later; then two buckets on gloo's threads until 7.1 ms."""
+    trace = TraceBuilder(distributedInfo={"backend": "gloo", "rank": rank, "world_size": 2})
+    for step in range(num_steps):
+        start = 10_000 * step
+        trace.step(step + 1, start, 10_000).op("aten::mm", start + 1000 + late_us, 4000)
+        trace.annotation("stepscope.phase/backward", start + 1000, 8000)
+        for thread in (2, 3):
+            begin = start + 5000 + late_us
+            trace.annotation("gloo:all_reduce", begin, 2000 + transfer_us - late_us, thread)
+    return trace
 
-    with pytest.raises(Unavailable, match="gloo's collectives are not compared"):
-        stragglers(case_of(tmp_path, **traces))
+
+def test_ranks_of_gloo_wait_for_the_late_one(tmp_path):
+    """Rank 1 comes 2 ms late to both buckets, which wait at the same time."""
+    case = case_of(tmp_path, rank0=gloo_trace(0), rank1=gloo_trace(1, late_us=2000))
+
+    (finding,) = stragglers(case)
+
+    assert finding.sentence.startswith("Rank 1 arrives last at 8 of 8 collectives and causes 100 % of all waiting")
+    assert "each other rank waits 2.00 ms per step" in finding.sentence
+    assert finding.saving_ns == 2e6 and finding.rows == ("cpu_ranks",)
+    assert "--rank 1" in finding.fix
+    assert communication(case) == []  # what remains are 0.1 ms of transfer
+
+
+def test_gloo_takes_its_time_though_no_rank_is_late(tmp_path):
+    case = case_of(tmp_path, rank0=gloo_trace(0), rank1=gloo_trace(1))
+
+    (finding,) = communication(case)
+
+    assert stragglers(case) == []
+    assert finding.saving_ns == 2.1e6 and finding.rows == ("cpu_ranks",) and "all_reduce" in finding.sentence
+
+
+def test_waiting_for_ranks_has_a_row_of_a_cpus_ledger():
+    linked = gloo_trace(0).linked()
+    phases = {"forward": 1e6, "backward": 8e6, "optimizer": 1e6}
+    work = pl.DataFrame(schema={"event": pl.UInt32, "step": pl.Int64, "phase": pl.String, "op": pl.String,
+                                "duration_ns": pl.Int64})  # fmt: skip
+
+    ledger = cpu_ledger(linked, work, phases, 10e6, 0, 0)
+
+    assert sum(row.ns for row in ledger.rows) == 10_000_000
+    assert {row.id: row.ns for row in ledger.rows}["cpu_ranks"] == 2_100_000

@@ -12,7 +12,7 @@ from stepscope.formatting import duration, percent
 NAMES = {
     "products": "limit: products", "traffic": "limit: memory traffic",
     "cpu_products": "products", "cpu_ops": "other ops", "cpu_data": "waiting for data", "cpu_python": "Python, no op",
-    "cpu_outside": "outside the passes", "cpu_between": "host work between steps",
+    "cpu_ranks": "waiting for ranks", "cpu_outside": "outside the passes", "cpu_between": "host work between steps",
     "kernel_rates": "good kernels, above the limit", "slow_products": "slow products",
     "layout": "changes of layout", "unfused": "not fused", "copies": "copies, casts",
     "scatters": "lookups, scatters", "updates": "slow updates", "recomputed": "recomputed",

@@ -29,6 +29,7 @@ _TRY = {
     "micro-batch",
     "transfers": "pin_memory=True and non_blocking=True; keep results on the GPU",
     "cpu_data": "DataLoader(..., num_workers=…), or data in memory",
+    "cpu_ranks": "fewer and larger messages: with model.no_sync(): around all micro-batches but the last",
     "cpu_python": "a larger batch_size, torch.compile(model), or torch._foreach functions: fewer calls per sample",
     "cpu_between": "metrics and averages every N steps, batches in a DataLoader with workers",
     "between_steps": "do it less often, or in the background",

@@ -1,4 +1,4 @@
-"""Communication kernels: which collective, how large, how fast, and how much is exposed."""
+"""Communication, by kernels or by gloo on the host: which collective, how large, how fast, how much is exposed."""
 
 import json
 import re
@@ -20,7 +20,8 @@ UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")
 # The first whose letters are in a name.
 _KINDS = "barrier all_reduce reduce_scatter all_gather all_to_all broadcast send_recv send recv scatter gather reduce"
-_ANNOTATION = "^(nccl|rccl):"
+_ON_HOST = "^(gloo|mpi|ucc):"
+_ANNOTATION = f"^(nccl|rccl):|{_ON_HOST}"
 _RECORD = "record_param_comms"
 _DEEPEST = 512
 _SPLIT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -84,9 +85,16 @@ def bus_factor() -> pl.Expr:
     )
 
 
+def host_collectives(linked: Linked) -> pl.DataFrame:
+    """Return the events of collectives that threads of the host carry out, in a trace without GPU work."""
+    is_one = (pl.col("kind") == "annotation") & pl.col("name").cast(pl.String).str.contains(_ON_HOST)
+    return linked.host.filter(is_one & pl.lit(linked.device.is_empty()))
+
+
 @once
 def collectives(linked: Linked) -> pl.DataFrame:
-    """Return one row per communication kernel, by start; columns as in `SCHEMA`.
+    """Return one row per communication kernel, by start; columns as in `SCHEMA`. Without GPU work, they are gloo's
+    collectives on the host, and computation is any op.
 
     `collective` comes from the profiler's arguments on the kernel or on the op around its launch (`source` is
     `arguments`), else from the label around the launch (`annotation`), else from the kernel's name (`kernel`), where
@@ -103,10 +111,15 @@ def collectives(linked: Linked) -> pl.DataFrame:
     add up to `GpuTime.exposed_communication_ns`.
     """
     device = linked.device
-    kernels = device.filter(pl.col("activity") == "communication").sort("start_ns", "event").with_row_index("kernel")
+    kernels = device.filter(pl.col("activity") == "communication")
+    compute = spans(device, pl.col("activity") == "compute")
+    if kernels.is_empty():
+        on_host = {"device": pl.lit(None, pl.Int32), "stream": pl.col("thread"), "launch": pl.col("row")}
+        kernels = host_collectives(linked).with_columns(**on_host)
+        compute = spans(linked.host, pl.col("kind") == "op")
     if kernels.is_empty():
         return pl.DataFrame(schema=SCHEMA)
-    compute = union(spans(device, pl.col("activity") == "compute"))
+    kernels, compute = kernels.sort("start_ns", "event").with_row_index("kernel"), union(compute)
     facts = _collective_facts(linked, kernels)
     world_size = pl.lit(linked.trace.facts.world_size, pl.Int64)
     table = kernels.with_columns(_exposed(kernels, compute)).join(

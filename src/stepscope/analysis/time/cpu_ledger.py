@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from stepscope.analysis.ranks.collectives import host_collectives
 from stepscope.analysis.structure.intervals import intersect, length_ns, spans, union
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.time.ledger import Ledger
@@ -36,6 +37,7 @@ def cpu_ledger(
     ops = linked.host.filter(pl.col("kind") == "op")
     products = ops.filter(pl.col("name").cast(pl.String).is_in(PRODUCTS))
     covered = [intersect(union(spans(some)), union(steps)) for some in (ops, products)]
+    exchanged = union(spans(host_collectives(linked)))
     total_ns = round(step_ns)
     whole = sum(phases_ns.values()) or 1.0
     outside_ns = sum(ns for phase, ns in phases_ns.items() if phase not in (DATA, BETWEEN, *TRAINING))
@@ -43,7 +45,7 @@ def cpu_ledger(
     sums = {**own, "cpu_outside": outside_ns}
     parts = {row: round(total_ns * ns / whole) for row, ns in sums.items()}
     num_steps = max(1, steps.height)
-    product_ns = op_ns = 0.0
+    product_ns = op_ns = ranks_ns = 0.0
     for phase, ns in phases_ns.items():
         if phase not in TRAINING:
             continue
@@ -51,10 +53,14 @@ def cpu_ledger(
         traced_ns = length_ns(during) / num_steps
         all_ns, products_ns = (length_ns(intersect(some, during)) / num_steps for some in covered)
         without_ns = max(0.0, traced_ns - all_ns - max(0.0, traced_ns - ns))
+        exchanging = intersect(exchanged, during)
+        waiting_ns = length_ns(exchanging) - length_ns(intersect(covered[0], exchanging))
+        ranks_ns += min(without_ns, waiting_ns / num_steps)
         share = products_ns / all_ns if all_ns else 0.0
         product_ns += share * max(0.0, ns - without_ns)
         op_ns += (1 - share) * max(0.0, ns - without_ns)
-    parts["cpu_products"], parts["cpu_ops"] = (round(total_ns * ns / whole) for ns in (product_ns, op_ns))
+    for row, ns in {"cpu_products": product_ns, "cpu_ops": op_ns, "cpu_ranks": ranks_ns}.items():
+        parts[row] = round(total_ns * ns / whole)
     parts["cpu_python"] = total_ns - sum(parts.values())
     parts |= {"between_steps": round(between_ns), "slow_steps": max(0, round(slow_ns))}
     num_typical = max(1, work["step"].n_unique())

@@ -25,6 +25,7 @@ ROWS = {
     "cpu_data": (LOSS, "The step waits for its batch."),
     "cpu_between": (LOSS, "Host work between steps, without a DataLoader: batches, metrics, averages of weights."),
     "cpu_outside": (LOSS, "What the script does outside of data, passes and optimizer: metrics, copies, clipping."),
+    "cpu_ranks": (LOSS, "No op is running while ranks communicate: they wait for the slowest one, or the network."),
     "cpu_python": (LOSS, "No op is running: Python code of the script and its libraries."),
     "slow_products": (LOSS, "Products, convolutions and attention that are slower than good kernels."),
     "layout": (LOSS, "Convolutions and products change the layout of their tensors."),

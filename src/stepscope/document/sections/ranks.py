@@ -150,7 +150,7 @@ def rank_table(across: AcrossRanks) -> Table:
 def _waits(across: AcrossRanks) -> Iterator[Part]:
     found = across.stragglers
     if found.calls.is_empty():
-        yield Missing("who waits for whom: no kernel of NCCL or RCCL is in the traces of two ranks (gloo has none)")
+        yield Missing("who waits for whom: no collective of NCCL, RCCL or gloo is in the traces of two ranks")
         return
     if 1 < len(found.ranks) <= many_ranks.MANY:
         caption = f"{percent(found.wait_share)} of it is waiting for the last rank."

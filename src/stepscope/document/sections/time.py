@@ -131,7 +131,7 @@ def analysis_document(analysis: Analysis, num_rows: int = NUM_ROWS) -> Document:
     else:
         names = replace(kernels.op_table(first), title="ops (the trace names no modules)")
     parts.append(replace(names, num_shown=num_rows))
-    if analysis.across is not None:
+    if analysis.across is not None and int(analysis.across.table["window_ns"].sum()):
         parts.append(ranks.rank_table(analysis.across))
     if facts := (*trace_facts(analysis), *not_attributed(analysis)):
         parts.append(Facts(facts))

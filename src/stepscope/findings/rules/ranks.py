@@ -1,13 +1,17 @@
 """Rules about several ranks: exposed communication, and waiting for the slowest."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.ranks.collectives import collectives, collectives_by_size
 from stepscope.analysis.ranks.network import timed_transfers, transfers
+from stepscope.analysis.ranks.rank_account import AcrossRanks, RankSummary
+from stepscope.analysis.structure.intervals import length_ns, union
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, size, whole_percent
 
@@ -19,15 +23,19 @@ _FIXES = {
     "reduce_scatter": "FSDP(…, backward_prefetch=BackwardPrefetch.BACKWARD_PRE), and wrap larger units",
     "all_to_all": "dist.all_to_all_single(…, async_op=True), and wait() only before its result is used",
 }
+_WAITING = "cpu_ranks"  # the row of a CPU's ledger
+_OF_LATE_RANK = ("cpu_data", "cpu_between", "cpu_outside", "cpu_python", "cpu_products", "cpu_ops")
 _SMALL_BYTES = 1 << 20  # smaller messages are limited by latency, not bandwidth
 
 
 @rule
 def communication(case: Case) -> list[Finding]:
-    """Does the GPU communicate without computing at the same time?"""
-    if not case.has_gpu_work:
-        raise Unavailable("There is no trace of GPU work, so NCCL and RCCL kernels cannot be seen.")
-    calls = collectives(case.linked).filter(pl.col("event").is_in(case.replay.events))
+    """Do ranks communicate without computing at the same time?"""
+    calls = case.within(collectives(case.linked))
+    if calls.is_empty() and not case.has_gpu_work:
+        raise Unavailable("There is neither a kernel of NCCL or RCCL in the trace nor a collective of gloo.")
+    if case.has_gpu_work:
+        calls = calls.filter(pl.col("event").is_in(case.replay.events))
     if calls.is_empty():
         return []
     calls = calls.join(_waited(case), on="start_ns", how="left").with_columns(pl.col("wait_ns").fill_null(0))
@@ -38,7 +46,9 @@ def communication(case: Case) -> list[Finding]:
         event: float(duration - part)
         for event, duration, part in calls.select("event", "duration_ns", "own_ns").iter_rows()
     }
-    saving_ns = case.saving_ns(Change(duration_ns=durations))
+    saving_ns = float(calls["own_ns"].sum()) / case.num_steps
+    if case.has_gpu_work:
+        saving_ns = case.saving_ns(Change(duration_ns=durations))
     if not case.is_worth(saving_ns):
         return []
     kinds = calls.group_by("collective").agg(pl.col("own_ns").sum(), pl.len()).sort("own_ns", descending=True)
@@ -60,7 +70,8 @@ def communication(case: Case) -> list[Finding]:
         fix=_FIXES.get(worst, "start it earlier (async_op=True), and wait only before its result is used"),
         saving_ns=saving_ns,
         upper_bound=True,
-        derived="the step replayed with that part hidden behind computation"
+        rows=() if case.has_gpu_work else (_WAITING,),
+        derived=("the step replayed with that part hidden behind computation" if case.has_gpu_work else "that part")
         + ("; the time each call waits for other ranks is excluded" if is_split else
            "; part of it may be waiting for other ranks, which only a folder with every rank's trace shows"),
         confidence="medium" if is_split else "low",
@@ -90,8 +101,6 @@ def stragglers(case: Case) -> list[Finding]:
     """Do all ranks wait for one slow rank, or for a slow network?"""
     across = case.across
     calls = across.stragglers.calls
-    if calls.is_empty() and not case.has_gpu_work:
-        raise Unavailable("gloo's collectives are not compared. Look at each rank: `stepscope diagnose --rank 1`.")
     if calls.is_empty():
         raise Unavailable(
             "No collective was found on several ranks. The traces of all ranks must be of the same steps."
@@ -109,36 +118,56 @@ def stragglers(case: Case) -> list[Finding]:
     own = collectives(case.linked).join(delayed, on="start_ns")
     # What is saved if the last rank arrives together with the second to last.
     waiting = own.filter(pl.col("last_rank") != case.rank)
-    saving_ns = float(late["lead_ns"].sum()) / num_steps  # for the late rank, which waits for no other
-    if waiting.height:
+    saving_ns = _lead_ns(across, late) / num_steps  # for the late rank, which waits for no other
+    if waiting.height and case.has_gpu_work:
         waiting = waiting.filter(pl.col("event").is_in(case.replay.events))
         shorter = waiting.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
         saving_ns = case.saving_ns(Change(duration_ns={event: float(ns) for event, ns in shorter.iter_rows()}))
     if not case.is_worth(saving_ns):
         return _slow_network(case, num_steps)
-    others = ranks.filter(pl.col("rank") != worst["rank"])
-    waited_ns = float(others["wait_ns"].mean() or 0.0) / num_steps  # type: ignore[arg-type]  # numbers
+    waited_ns = _waited_ns(across, worst["rank"]) / num_steps
     is_every_step = late["step"].n_unique() == num_steps
-    why, fix = _cause(across.table, worst["rank"], case.path)
+    why, fix = (_cause(across.table, worst["rank"], case.path) if case.has_gpu_work else
+                _cause_on_host(case.analysis.summaries, worst["rank"], case.path))  # fmt: skip
     once = "" if num_steps > 1 else " Only one step was traced; starting the profiler may have delayed that rank."
-    gpu_times = across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
+    if case.has_gpu_work:
+        times = Evidence(
+            "GPU time by rank", across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
+        )
+    else:
+        times = Evidence("host time by rank", _own_times(case.analysis.summaries).to_dicts())
     return one_finding(
         sentence=f"Rank {worst['rank']} arrives last at {late.height} of {plural(calls.height, 'collective')} and "
         f"causes {whole_percent(worst['caused_wait_ns'] / whole_ns)} of all waiting: each other rank waits "
         f"{duration(waited_ns, 3)} per step. {why}{once}",
         fix=fix,
         saving_ns=saving_ns,
-        derived="the step replayed with these collectives shorter by the time from the second to last rank's arrival "
-        "to the last; equally fast ranks would save more",
+        derived=("the step replayed with these collectives shorter by" if case.has_gpu_work else "the sum of")
+        + " the time from the second to last rank's arrival to the last; equally fast ranks would save more",
+        rows=() if case.has_gpu_work else _OF_LATE_RANK if case.rank == worst["rank"] else (_WAITING,),
         confidence="low" if num_steps == 1 else "high" if is_every_step else "medium",
         places=case.places(own["event"]),
         falsified_by="trace again; the finding is wrong if another rank is last",
         evidence=(
             Evidence("ranks", ranks.head(8).to_dicts()),
             Evidence("calls", late.sort("lead_ns", descending=True).head(8).to_dicts()),
-            Evidence("GPU time by rank", gpu_times),
+            times,
         ),
     )
+
+
+def _waited_ns(across: AcrossRanks, late: int) -> float:
+    """Return how long another rank than the late one waits, on average."""
+    waits = across.stragglers.arrivals.with_columns(end_ns=pl.col("start_ns") + pl.col("wait_ns"))
+    others = waits.filter(pl.col("rank") != late).partition_by("rank")
+    return fmean(length_ns(union(each.select("start_ns", "end_ns"))) for each in others)
+
+
+def _lead_ns(across: AcrossRanks, late: pl.DataFrame) -> int:
+    """Return how long only the last rank had not arrived; collectives of several buckets wait at the same time."""
+    last = across.stragglers.arrivals.group_by("call").agg(end_ns=pl.col("start_ns").max())
+    leads = late.join(last, on="call").select(start_ns=pl.col("end_ns") - pl.col("lead_ns"), end_ns="end_ns")
+    return length_ns(union(leads))
 
 
 def _slow_network(case: Case, num_steps: int) -> list[Finding]:
@@ -208,3 +237,33 @@ def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
         f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # then fix data loading or CPU pinning on that "
         "rank",
     )
+
+
+_PARTS = {
+    "data": "Fetching its batch",
+    "forward": "Its forward",
+    "backward": "Its backward, without the waiting,",
+    "optimizer": "Its optimizer",
+    "other": "What it does between the passes, such as making a batch,",
+}
+
+
+def _own_times(summaries: Sequence[RankSummary]) -> pl.DataFrame:
+    """Return each rank's host time per traced step by phase, its backward without communication that is exposed."""
+    rows = []
+    for each in summaries:
+        waited_ns = float(each.collectives["exposed_ns"].sum()) / max(1, each.num_steps)
+        own = {phase: each.host_ns.get(phase, 0.0) for phase in _PARTS}
+        rows.append({"rank": each.rank, **own, "backward": max(0.0, own["backward"] - waited_ns)})
+    return pl.DataFrame(rows).rename({phase: f"{phase}_ns" for phase in _PARTS})
+
+
+def _cause_on_host(summaries: Sequence[RankSummary], rank: int, path: Path) -> tuple[str, str]:
+    """Return which part of the late rank's step is longer than in the others, and the fix."""
+    times = _own_times(summaries)
+    own, others = times.filter(pl.col("rank") == rank), times.filter(pl.col("rank") != rank).median()
+    excess = {phase: own[f"{phase}_ns"][0] - others[f"{phase}_ns"][0] for phase in _PARTS}
+    most = max(excess, key=lambda phase: excess[phase])
+    took, usual = (duration(side[f"{most}_ns"][0], 3) for side in (own, others))
+    look = f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # then mend what that rank does"
+    return f"{_PARTS[most]} takes {took} (median of the others: {usual}).", look
