@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from handmade import MS, cpu_facts, sample, write_recording
-from stepscope.analysis.time.loop_time import loop_time
+from stepscope.analysis.time.loop_time import beside_ns, loop_time
 from stepscope.analysis.time.summary import summary_of
 from stepscope.trace.recording import Aside, read_recording
 
@@ -48,6 +48,33 @@ def test_the_first_of_several_is_cold_and_the_later_ones_tell_their_length(loop)
 def test_a_run_that_was_stopped_tells_how_often_by_the_distance_from_first_to_last(loop):
     """Every fourth step: before step 2, 6 and 10, and the run ends in the middle of a period."""
     assert loop(step2=60, step6=60, step10=60, exit_after=12).between_ns == {"evaluation": 15 * MS}
+
+
+def test_a_single_time_tells_how_often_by_the_steps_around_it(loop):
+    """Once, before step 8 of 12: no earlier than every 8 steps. Before step 3: not again in the next 9."""
+    assert loop(step8=120, exit_after=12).between_ns == {"evaluation": 15 * MS}
+    assert loop(step3=90, exit_after=12).between_ns == {"evaluation": 10 * MS}
+    assert loop(step8=120).between_ns == {"evaluation": 10 * MS}
+
+
+def test_what_most_steps_have_is_a_part_of_them(loop):
+    """The targets of an off-policy learner: a typical step has them, so they are not added to it."""
+    found = loop(**{f"step{step}": 30 for step in range(1, 12)})
+
+    assert (found.between_ns, round(found.step_ns)) == ({}, round((11 * 40 + 10) * MS / 12))
+    assert found.in_step_ns["evaluation"] == 27.5 * MS
+    assert beside_ns(found, 40 * MS) == (0, 0)
+    assert {row.name: row.ns for row in found.rows}["evaluation"] == 330 * MS  # the rows have it as before
+
+
+def test_on_a_gpu_its_own_clock_tells_how_long_that_takes(tmp_path):
+    """The host is 20 ms ahead: it counts 30 ms as evaluation, in 20 of which the GPU still trains."""
+    host = {"evaluation": 30 * MS, "forward": 10 * MS}
+    device = {"evaluation": 10 * MS, "forward": 10 * MS, "backward": 20 * MS}
+    steps = [{**sample(step, host_ns=host), "wall_ns": 40 * MS, "device_ns": device} for step in range(12)]
+    found = loop_time(read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)), on_device=True)
+
+    assert (found.step_ns, found.between_ns) == (40 * MS, {})
 
 
 def test_one_evaluation_after_the_last_step_belongs_to_the_run(loop):
@@ -110,6 +137,7 @@ def test_steps_that_were_slower_before_are_told(tmp_path):
     assert caveat(*[39] * 48, *[30] * 48) == told.format("1.30", 48)
     assert caveat(*[90] * 12, *[30] * 84) == told.format("3.00", 84)
     assert caveat(*[39, 41] * 48) is None
+    assert caveat(*[30] * 80, *[60] * 16) == "step times were still changing"  # the end alone is not the pace
     # Other processes slow down stretches of four steps: no part of the run is its pace.
     assert caveat(*([30] * 8 + [55] * 4) * 5, *[30] * 8) is None
 

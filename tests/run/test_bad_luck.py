@@ -196,6 +196,7 @@ def test_without_torch_the_line_says_what_to_install(script):
 def test_an_earlier_recording_is_only_replaced_by_force(script):
     first = script.run(options=("--quiet",))
     (first.folder / "trace").mkdir()
+    (first.folder / "trace" / "rank0.json.gz").write_text("measured")  # a recording of nothing gives way
     assert "--force" in script.run(options=("--quiet",)).error_line()
     assert (first.folder / "trace").exists()
     again = script.run(options=("--quiet", "--force"))

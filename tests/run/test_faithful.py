@@ -171,6 +171,36 @@ def test_exit_codes_messages_and_atexit_are_the_scripts(lab, ending, exit_code, 
     assert run.recording.status == status
 
 
+HOLDER = """
+import atexit, sys, weakref
+from tiny import *
+
+class Loader:
+    pass
+
+def train(ending):
+    loader = Loader()
+    atexit.register(lambda alive=weakref.ref(loader): print("alive", alive() is not None))
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(100):
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        if step == 50:
+            ending()
+
+train({"exit": sys.exit, "none": int}[sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("ending", ["exit", "none"])
+def test_what_a_function_held_is_gone_when_python_ends(lab, ending):
+    """PyTorch waits for the workers of a DataLoader that is not, 5 s each."""
+    run = lab.script(HOLDER).run(ending, options=("--exit-after", "--quiet", "--clean", 5, "--trace", 0))
+
+    assert run.exit_code == 0 and "alive False" in run.stdout, run.stdout + run.stderr
+
+
 @pytest.mark.parametrize(
     ("source", "num_steps"),
     [(RAISES_IN_BACKWARD, 5), pytest.param(RAISES_CHAINED, 3, marks=pytest.mark.long)],

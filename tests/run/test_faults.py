@@ -112,6 +112,7 @@ ENTRIES = {
     ("recorder/processes/imports.py", "AfterImport.find_spec"),
     ("recorder/processes/imports.py", "AfterImport._watch.<locals>.exec_module"),
     ("recorder/processes/launch.py", "hide_own_frames.<locals>.excepthook"),
+    ("recorder/processes/launch.py", "own_imports"),  # Python closes a generator that was never started
     ("recorder/processes/start.py", "_patch_popen.<locals>.start"),
     ("recorder/roots.py", "ModuleCalls.__init__.<locals>.call"),
     ("recorder/session.py", "Session.explicit_step"),

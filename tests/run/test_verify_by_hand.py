@@ -20,7 +20,8 @@ from stepscope.trace.recording import Recording, StepSample
 def folder(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     for name in ("train.py", "after.py", "config.py", "sub/other.py"):
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text(f"# {name}")
+    (tmp_path / "same.py").write_text("# train.py")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -56,8 +57,10 @@ def test_the_copy_lies_where_the_user_is_and_runs_where_the_script_ran(folder, m
     ("text", "said"),
     [
         ("nothing.py", "nothing.py is not a file"),
-        ("train.py", "that is the same command. .*git show HEAD:./train.py > before.py"),
-        ("sub/../train.py", "the same command"),
+        ("train.py", "that is the same script. .*git show HEAD:./train.py > before.py"),
+        ("sub/../train.py", "the same script"),
+        ("train.py x", "the same command"),
+        ("same.py", "same.py has the same content as train.py"),
     ],
 )
 def test_a_copy_that_is_none_is_refused(folder, text, said):
@@ -79,10 +82,15 @@ def test_a_name_that_cannot_be_a_folder_is_refused(text, said):
         parse_change(text)
 
 
-@pytest.mark.parametrize("words", [["--fix", "a=after.py", "--fix", "a=config.py"], ["--fix", "without=after.py"]])
-def test_two_changes_of_one_name_are_refused(folder, words, capsys):
-    assert main(["verify", "train.py", *words]) == 2
-    assert "a name of its own" in capsys.readouterr().err
+def test_two_changes_of_one_name_are_refused(folder, capsys):
+    assert main(["verify", "train.py", "--fix", "a=after.py", "--fix", "a=after.py x"]) == 2
+    assert "two changes have the same name and script" in capsys.readouterr().err
+
+
+def test_the_fix_of_a_finding_may_be_tried_in_both_ways():
+    own, by_hand = (parse_change(text) for text in ("waiting_for_data", "waiting_for_data=after.py"))
+
+    assert own.text != by_hand.text and own.finding == by_hand.finding == "waiting_for_data"
 
 
 def test_ranks_are_run_again_by_what_launched_them(folder):
@@ -117,9 +125,9 @@ def test_a_copy_without_the_sleep_is_faster_and_learns_the_same(lab):
 
     assert run.exit_code == 4, run.stderr  # one round has no verdict
     (found,) = json.loads(run.stdout)["fixes"]
-    assert (found["fix"], found["script"], found["status"]) == ("no_sleep", "after.py", "too few samples")
+    assert (found["fix"], found["script"], found["status"]) == ("no_sleep=after.py", "after.py", "too few samples")
     assert found["saving_ns"] > 30e6 and found["losses"]["difference_share"] == 0 and found["expected"] is None
-    assert "stepscope verify: round 1 of 1: with no_sleep, about" in run.stderr
+    assert "stepscope verify: round 1 of 1: with no_sleep=after.py, about" in run.stderr
 
 
 def looped(num_steps, kind, every):

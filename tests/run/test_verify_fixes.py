@@ -141,7 +141,7 @@ def test_loaders_get_more_workers_and_those_of_a_stream_do_not(apply):
 
     assert (loader.num_workers, loader.persistent_workers, loader.batch_size) == (3, True, 2)
     assert (many.num_workers, stream.num_workers) == (5, 0)
-    assert changed(fixes) == {"DataLoaders with 3 workers instead of 1": 1}
+    assert changed(fixes) == {"DataLoaders with num_workers=3 instead of 1": 1}
     assert set(left(fixes)) == {
         "a DataLoader has 5 workers already",
         "a DataLoader of an IterableDataset: each worker would read all of it",

@@ -64,7 +64,7 @@ def test_workers_hide_the_time_that_samples_take(verified):
 
     assert found["change"]["verdict"] == "faster", found
     assert found["status"] == "too few samples" and "at least 4 are needed" in found["reason"]
-    assert found["changed"] == {"DataLoaders with 2 workers instead of 0": 1}
+    assert found["changed"] == {"DataLoaders with num_workers=2 instead of 0": 1}
     assert found["losses"]["difference_share"] == 0  # the same arithmetic
     assert found["losses"]["limit_share"] == 1e-6
     assert found["saving_ns"] > 2e6

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RESULT_FILE = "verify.json"
 RESTLESS_SHARE = 0.1  # a warning is given if the medians of runs without a fix differ by more than this share
+LEAST_OTHERS_SHARE = 0.01  # of the time of a run
 FEWEST_WARMUP = 5
 NUM_CLEAN, MOST_CLEAN = 20, 500  # steps that are timed in a run
 MOST_NS = 20e9  # that they may take to include what happens between them
@@ -81,8 +82,8 @@ def verify(
     if warmup < FEWEST_WARMUP:
         raise UsageError(f"--warmup {warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least")
     chosen = [parse_change(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
-    if len({WITHOUT, *(each.text for each in chosen)}) <= len(chosen):
-        raise UsageError(f"give each change a name of its own, other than {WITHOUT}: --fix NAME=SCRIPT")
+    if len({each.text for each in chosen}) < len(chosen):
+        raise UsageError("two changes have the same name and script: --fix NAME=SCRIPT names each")
     session: Session | None = None
     warnings: list[str] = []
     if rounds < MIN_ROUNDS and warn is not None:
@@ -90,10 +91,12 @@ def verify(
     if not is_module and Path(target).is_dir():
         session = open_session(target)
         command = recorded_command(Path(target), session.recording.facts)
-        _need_consent(Path(target), command, yes)
-        warnings = changes_since(command, session.recording.facts)
     else:
         command = script_command([os.fspath(target), *arguments], is_module)
+    commands = {each.text: command.changed(each.finding, each.script) for each in chosen if each.script is not None}
+    if session is not None:
+        _need_consent(Path(target), command, yes)
+        warnings = changes_since(command, session.recording.facts)
     num_clean = clean
     if session is not None and clean is None:
         num_clean, untimed = _steps_to_time(session.recording)
@@ -101,7 +104,6 @@ def verify(
     if warn is not None:
         for warning in warnings:
             warn(warning)
-    commands = {each.text: command.changed(each.text, each.script) for each in chosen if each.script is not None}
     folder = _folder(None if output is None else Path(output), command)
     plans = [
         Plan(
@@ -120,6 +122,12 @@ def verify(
     environment = first.facts.get("environment") or {}
     warnings += _environment_changes(None if session is None else session.recording, first)
     expected = _expected_gains(session, environment.get("device_name"), chosen)
+    shares = [each.others_share for side in (before, *after.values()) for each in side if each.round]
+    if max(shares) > LEAST_OTHERS_SHARE:
+        warnings.append(
+            f"training waited {whole_percent(min(shares))} to {whole_percent(max(shares))} of the time for a CPU "
+            "core that other processes used: these times are without that"
+        )
     times = steps_ns(before)
     apart_share = max(times) / min(times) - 1
     if apart_share > RESTLESS_SHARE:
@@ -202,6 +210,8 @@ def _run_all(
     `changed` has the commands of changes by hand, by name. A fix that the rehearsal refuses is not run again. With
     `times_more`, as many steps are timed as take `TIMED_NS`, if they are more than the options say.
     """
+    from statistics import fmean
+
     from stepscope.analysis.comparison.verification import refusal, steps_ns
     from stepscope.sweep.engines.engine import Engine
     from stepscope.sweep.grid import default_device
@@ -210,30 +220,30 @@ def _run_all(
     after: dict[str, list[Attempt]] = {plan.fix: [] for plan in plans}
     with where.open(folder, default_device(), on_line or (lambda line: None), keeps_node=True) as server:
         engine = server if isinstance(server, Engine) else None
-        began_s = last_s = time.monotonic()
-        turn, left = "rehearsal", ""
+        took_s: list[float] = []  # runs of rounds, as far as they are done
 
-        def run(name: str, number: int) -> Attempt:
+        def run(name: str, number: int, names: Sequence[str]) -> Attempt:
+            began_s = time.monotonic()
             if on_line is not None:
+                turn = f"round {number} of {num_rounds}" if number else "rehearsal"
+                num_left = (num_rounds - number) * len(names) + len(names) - names.index(name)
+                left = f", about {elapsed(num_left * fmean(took_s))} left" if took_s else ""
                 on_line(f"{turn}: {'' if name == WITHOUT else 'with '}{name}{left}")
             fix = None if name == WITHOUT or name in changed else name
             output = folder / f"{name}-{number}"
             done = attempt(changed.get(name, command), output, number, fix, options, not number, engine=engine)
             _need_like_devices([*before, done])
+            took_s.append(time.monotonic() - began_s)
             return done
 
         for number in range(num_rounds + 1):
             if number == 1 and times_more:
                 num_timed = round(TIMED_NS / steps_ns(before, 0)[0])
                 options = replace(options, clean=max(options.clean, min(num_timed, MOST_CLEAN)))
-            if number:
-                turn, began_s, last_s = f"round {number} of {num_rounds}", last_s, time.monotonic()
-                left = f", about {elapsed((num_rounds + 1 - number) * (last_s - began_s))} left"
-            before.append(run(WITHOUT, number))
-            need_timed(before[-1], options)
-            for plan in plans:
-                if not number or refusal(plan, before[0], after[plan.fix]) is None:
-                    after[plan.fix].append(run(plan.fix, number))
+            tried = [plan.fix for plan in plans if not number or refusal(plan, before[0], after[plan.fix]) is None]
+            for name in (WITHOUT, *tried):
+                after.get(name, before).append(run(name, number, (WITHOUT, *tried)))
+                need_timed(before[-1], options)
     return before, after
 
 
@@ -290,7 +300,18 @@ def read_attempt(output: Path, number: int, failure: str | None = None, is_timeo
     if failure is not None and said:
         lines = [line.strip() for line in said.splitlines() if line.strip()]
         failure = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
-    return Attempt(number, recording, failure, is_timeout)
+    return Attempt(number, recording, failure, is_timeout, _share_of_others(recording))
+
+
+def _share_of_others(recording: Recording) -> float:
+    """Return the share of the measured steps' time in which training waited for CPU cores that others used."""
+    from stepscope.analysis.time.loop_time import measured_steps
+    from stepscope.session.run import read_history, run_of
+
+    if (recording.facts.get("environment") or {}).get("device") != "cpu" or not recording.samples:
+        return 0.0
+    run = run_of(recording, read_history(recording.folder))
+    return run.share_of_others([sample.step for sample in measured_steps(recording, on_device=False)]) or 0.0
 
 
 def _environment_changes(recorded: Recording | None, now: Recording) -> list[str]:
@@ -314,7 +335,7 @@ def _expected_gains(session: Session | None, device_name: str | None, chosen: li
     from stepscope.findings.fixes import expected_of
 
     rules = {rule.id for rule in all_rules()}
-    chosen = [each for each in chosen if each.script is None or each.text in rules]
+    chosen = [each for each in chosen if each.script is None or each.finding in rules]
 
     was = (session.recording.facts.get("environment") or {}).get("device_name")
     reason = f"it was recorded on {was}, so its expected saving does not apply here"

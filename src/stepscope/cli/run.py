@@ -148,9 +148,12 @@ def main(arguments: argparse.Namespace) -> int:
     ended(outcome)
     if getattr(sys.modules.get("stepscope.recorder.trace_window"), "traced_by", None) not in (None, getpid()):
         launch.leave_fork(outcome, program.code)
-    if outcome is not None:
+    if outcome is None:
+        return 0
+    try:
         launch.raise_as_script(outcome, program.code)
-    return 0
+    finally:
+        del outcome  # as there
 
 
 class _Run:

@@ -35,6 +35,8 @@ _NOT_IN_A_SHORT_RUN = {"compile_not_amortized", "drift", "other_process", "stall
 def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Document:
     """Return a diagnosis as a document: how long a step takes, what limits it, every finding."""
     how = "measured without a profiler" if diagnosis.is_measured else "from the trace, less profiler overhead"
+    if not diagnosis.is_measured and diagnosis.gpu_busy_share is None:
+        how = "from the trace, with profiler overhead"
     step = "The step time is unknown."
     if diagnosis.step_ns is not None:
         step = f"A step takes {duration(diagnosis.step_ns, 3)} ({how})."

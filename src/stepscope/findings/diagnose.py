@@ -202,7 +202,8 @@ def _binds(case: Case, busy_share: float | None, ledger: Ledger | None) -> str:
         share = ledger.per_step_ns(WORK) / ledger.step_ns
         return f"Training runs on a CPU, and ops take {whole_percent(share)} of the step."
     if busy_share is None:
-        return "No bottleneck identified: there is no trace of GPU work."
+        is_traced = if_available(lambda: case.linked) is not None
+        return f"No bottleneck identified: there is no trace{' of GPU work' if is_traced else ''}."
     if busy_share < _BOUND_BY_GPU:
         return f"The host is the bottleneck: the GPU is busy for only {whole_percent(busy_share)} of the step."
     roofline = roofline_summary(roofline_of(case.linked))

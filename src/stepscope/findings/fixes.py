@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from stepscope.analysis.comparison.losses import BY_HAND, NOT_COMPARABLE, REDUCED, REORDERED, RESAMPLED, SAME
@@ -85,9 +86,8 @@ class Chosen:
 
     text: str
     fixes: tuple[Fix, ...]
-    script: str | None = (
-        None  # with the change, if it was made by hand: then `text` is its name, and there are no fixes
-    )
+    finding: str  # whose saving is expected of it
+    script: str | None = None  # with the change, if it was made by hand: then there are no fixes
 
     @property
     def arithmetic(self) -> str:
@@ -113,7 +113,7 @@ def parse_change(text: str) -> Chosen:
         return parse_fix(text)
     if not re.fullmatch(r"\w[\w-]*", name):
         raise UsageError(f"--fix {text}: the name of a change by hand has letters, digits, '_' and '-' only")
-    return Chosen(name, (), script)
+    return Chosen(f"{name}={PurePath(first).name}", (), name, script)
 
 
 def parse_fix(text: str) -> Chosen:
@@ -135,7 +135,7 @@ def parse_fix(text: str) -> Chosen:
             takes = f"must be {' or '.join(filter(None, fix.values))}" if fix.values else "is not allowed"
             raise UsageError(f"--fix {part.strip()}: the value of {name} {takes}.")
         fixes.append(fix)
-    return Chosen("+".join(part.strip() for part in text.split("+")), tuple(fixes))
+    return Chosen("+".join(part.strip() for part in text.split("+")), tuple(fixes), fixes[0].id)
 
 
 def _is_allowed(fix: Fix, value: str) -> bool:
@@ -172,7 +172,7 @@ def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
     """Return the saving that a diagnosis predicts for a fix, from the finding with its id, or why there is none."""
     from stepscope.analysis.comparison.verification import Expected
 
-    name = chosen.text if chosen.script is not None else chosen.fixes[0].id
+    name = chosen.finding
     finding = next((each for each in diagnosis.findings if each.id == name), None)
     unchecked = next((each.reason for each in diagnosis.unchecked if each.id == name), None)
     if len(chosen.fixes) > 1:

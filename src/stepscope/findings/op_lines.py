@@ -8,7 +8,7 @@ from stepscope.analysis.structure.op_log import runs_unseen
 from stepscope.analysis.time.cpu_ledger import DATA, TRAINING
 from stepscope.analysis.time.ledger import Ledger
 from stepscope.errors import ABOUT_CPUS, Unavailable, if_available
-from stepscope.formatting import duration, plural, safe
+from stepscope.formatting import duration, plural, safe, whole_percent
 from stepscope.session.case import Case
 
 PHASE = pl.col("phase").cast(pl.String)
@@ -131,7 +131,7 @@ def _covered_until(spans: pl.DataFrame, times: pl.Series) -> pl.Series:
 
 
 def pauses_text(case: Case, least_ns: float, of_data: bool = False) -> str:
-    """Return the longest stretches without an op as a sentence; none that is shorter than `least_ns`."""
+    """Return where most time passes without an op as a sentence; nothing that takes less than `least_ns` per step."""
     parts = []
     table = if_available(lambda: pauses(case, of_data)) if case.is_on_cpu else None
     if table is None:
@@ -139,27 +139,47 @@ def pauses_text(case: Case, least_ns: float, of_data: bool = False) -> str:
     for after, before, ns in table.filter(pl.col("duration_ns") >= least_ns).head(_MOST_LINES).iter_rows():
         where = line_text(after) if after == before else f"from {line_text(after)} to {line_text(before)}"
         parts.append(f"{duration(ns, 3)} {'at ' if after == before else ''}{where}")
-    return f" The longest stretches without an op: {', '.join(parts)}." if parts else ""
+    return f" Most time without an op, per step: {', '.join(parts)}." if parts else ""
+
+
+_FEWEST_SAMPLES = 5
+_LEAST_SEEN = 0.1  # of the samples
+
+
+def python_text(case: Case, has_data: bool = True, has_others: bool = True) -> str:
+    """Return the lines at which Python was most often outside of the passes, in the step before the trace, as a
+    sentence: where a batch is fetched, elsewhere, or both."""
+    facts = case.recording.facts.get("python") if case.has_recording else None
+    lines = [line for line in (facts or {}).get("lines", []) if line["phase"] not in TRAINING
+             and (has_data if line["phase"] == DATA else has_others)]  # fmt: skip
+    num = sum(line["num_samples"] for line in lines)
+    if num < _FEWEST_SAMPLES:
+        return ""
+    worth = [line for line in lines if line["num_samples"] >= _LEAST_SEEN * num][:_MOST_LINES]
+    texts = [f"{line_text(line['place'])} ({whole_percent(line['num_samples'] / num)})" for line in worth]
+    return f" Of {num} looks at its stack, Python was most often at {', '.join(texts)}." if texts else ""
 
 
 def data_text(case: Case, least_ns: float) -> str:
-    """Return the lines of the ops that make a batch in the training process, as a sentence; none that takes less than
+    """Return the lines that make a batch in the training process, as sentences; none whose ops take less than
     `least_ns`."""
+    seen = python_text(case, has_others=False)
     ops = if_available(lambda: ops_of(case)) if case.is_on_cpu else None
     if ops is None:
-        return ""
+        return seen
     text = _ops_at("The batch's", lines_of(case, ops.filter(PHASE == DATA)), least_ns)
-    return text + pauses_text(case, least_ns, of_data=True)
+    return text + (seen or pauses_text(case, least_ns, of_data=True))
 
 
 def outside_text(case: Case, least_ns: float) -> str:
-    """Return the lines of ops outside of data, passes and optimizer, and the longest stretches without an op, as
+    """Return the lines of ops outside of data, passes and optimizer, and where most time passes without an op, as
     sentences; none that takes less than `least_ns`."""
     ops = if_available(lambda: ops_of(case)) if case.is_on_cpu else None
     if ops is None:
         return ""
     outside = ops.filter(~PHASE.is_in([DATA, *TRAINING]).fill_null(False))
-    return _ops_at("Its", lines_of(case, outside), least_ns) + pauses_text(case, least_ns)
+    seen = python_text(case, has_data=False) or pauses_text(case, least_ns)
+    return _ops_at("Its", lines_of(case, outside), least_ns) + seen
 
 
 def _ops_at(whose: str, lines: pl.DataFrame, least_ns: float) -> str:

@@ -32,7 +32,8 @@ from stepscope.recorder.trace_window import TraceProbe
 from stepscope.recorder.values import modules_in, parameters_in
 from stepscope.recorder.wall import pass_on
 
-WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision", "padding", "flags")
+WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision", "padding", "flags",
+                "python")  # fmt: skip
 """Facts that the windows find; notes about them belong to the same windows."""
 
 
@@ -123,6 +124,8 @@ class Probes:
             if self.pace is not None:
                 self.pace.publish()
         elif window == windows.TRACE and self.trace is not None:
+            if (lines := self.trace.lines_seen()) is not None:
+                self.facts["python"] = lines
             if self.pace is None or self._is_slowest(self.pace):
                 self.trace.start(self._clock)
         elif window == windows.MEMORY:
@@ -189,7 +192,7 @@ class Probes:
         name = f"{folder}/rank{rank_and_world_size()[0] or 0}.json.gz"
         first_step = self.memory.num_steps + 1  # the step before it warms the profiler up
         self.trace = TraceProbe(self._folder, name, roots, self.device, first_step, self._stacks)
-        self.trace.prepare()
+        self.trace.prepare(self._clock)
 
     def stop_trace(self, step_finished: bool) -> None:
         trace, self.trace = self.trace, None

@@ -22,6 +22,7 @@ from torch import nn
 from stepscope.recorder.clock import Clock, name_between
 from stepscope.recorder.model import CallHooks, named_modules
 from stepscope.recorder.patches import Handle, remove_all
+from stepscope.recorder.stack_samples import StackSampler
 
 PHASE_PREFIX = "stepscope.phase/"
 MODULE_PREFIX = "stepscope.module/"
@@ -67,6 +68,7 @@ class TraceProbe:
         self._handles: list[Handle] = []
         self._num_steps = 0
         self._started = self._is_over = self._is_unwanted = False
+        self._stacks_seen: StackSampler | None = None
         self.is_ours = False
         """True while this probe, and not the script, calls the profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -76,12 +78,18 @@ class TraceProbe:
             activities=activities, record_shapes=True, with_stack=stacks, acc_events=True
         )
 
-    def prepare(self) -> None:
-        """Warm the profiler up."""
+    def prepare(self, clock: Clock) -> None:
+        """Warm the profiler up, and look at the stack until it starts."""
         global traced_by
         traced_by = os.getpid()
         with self._calling():
             self._profiler.prepare_trace()
+        self._stacks_seen = StackSampler(lambda: clock.label)
+
+    def lines_seen(self) -> dict[str, Any] | None:
+        """Return where Python was since `prepare`, and stop looking."""
+        sampler, self._stacks_seen = self._stacks_seen, None
+        return sampler.stop() if sampler is not None else None
 
     def start(self, clock: Clock) -> None:
         """Start tracing: attach the labels and open the first step."""
@@ -134,6 +142,7 @@ class TraceProbe:
 
     def abandon(self) -> None:
         """Stop without keeping anything. The profiler crashes if it is stopped twice or inside its own calls."""
+        self.lines_seen()
         if self.is_ours:
             self._is_unwanted = True  # that call ends first
         if self.is_ours or self._is_over:

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import filecmp
 import json
 import os
 import re
@@ -151,14 +152,13 @@ class Command:
                 words[0] = str(Path(words[0]).absolute())
         if len(words) == module_or_script:
             old = self._script()
+            before, after = (Path(self.folder, each) for each in (self.words[old.start], words[-1]))
+            if before.is_file() and after.is_file() and filecmp.cmp(before, after, shallow=False):
+                raise UsageError(f"--fix {name}={text}: {_same(words[-1], self.words[old.start])}")
             words = [*self.words[: old.start], *words, *self.words[old.stop :]]
-        new = replace(self, words=tuple(words), file=None)
-        if [*map(self._path, new.words)] == [*map(self._path, self.words)]:
-            raise UsageError(
-                f"--fix {name}={text}: that is the same command. Name a copy of the script that has the change. If "
-                f"you changed it in place, keep the old one too: git show HEAD:./{words[0]} > before.py"
-            )
-        return new
+        if tuple(words) == self.words:
+            raise UsageError(f"--fix {name}={text}: that is the same command")
+        return replace(self, words=tuple(words), file=None)
 
     def _script(self) -> range:
         """Return which words name the script: the first file in Python, after the words of a launcher."""
@@ -169,9 +169,12 @@ class Command:
             return range(2)
         raise UsageError(f"{self.text}: which word is the script? Name the whole changed command in quotes")
 
-    def _path(self, word: str) -> str:
-        path = self.folder / word
-        return str(path.resolve()) if word.endswith(".py") and path.is_file() else word
+
+def _same(new: str, old: str) -> str:
+    if Path(new).name == Path(old).name:
+        in_place = f"If you changed it in place, keep the old one too: git show HEAD:./{new} > before.py"
+        return f"that is the same script. Name a copy of it that has the change. {in_place}"
+    return f"{new} has the same content as {old}. Make the change in it first"
 
 
 @dataclass(frozen=True, kw_only=True)

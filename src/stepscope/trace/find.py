@@ -132,6 +132,8 @@ def _traces_of(path: Path) -> list[Path]:
     if not entries:
         raise UsageError(f"{path} is empty")
     traces = [entry for entry in entries if _is_named_like_a_trace(entry) and _may_be_a_trace(entry)]
+    if not traces and (inside := sorted(entry for entry in entries if kind_of(entry) is Kind.RECORDING)):
+        raise UsageError(f"{path} is a folder of recordings: name one of the {len(inside)}, such as {inside[-1]}")
     if not traces:
         raise UsageError(
             f"{path} holds no trace: *.json and *.json.gz with traceEvents, *.sqlite of Nsight Systems, and *.db of "

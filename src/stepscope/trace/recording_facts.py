@@ -61,6 +61,9 @@ class RecordingFacts(TypedDict, total=False):
     `num_kernels`, `num_template_kernels`, `num_host_copies`, `num_graph_launches`, `gpu_busy_ns`,
     `gpu_busy_ns_by_phase`; with `--repeat` the same for each further trace window under `repeated`.
     """
+    python: dict[str, Any]
+    """Where Python was in the step before the trace: `num_samples` of the stack, and `lines` by `phase`, `place` and
+    `num_samples`."""
     flops: dict[str, Any]
     """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, and the
     `weights` with size and forward FLOPs."""
@@ -138,6 +141,7 @@ SCHEMA: dict[str, Any] = {
     },
     "memory": _EACH_COUNT,
     "trace": {**_TRACE_WINDOW, "repeated?": [_TRACE_WINDOW]},
+    "python": {"num_samples": COUNT, "lines": [{"phase": TEXT, "place": TEXT, "num_samples": COUNT}]},
     "flops": {
         "by_op": [{"op": TEXT, "phase": TEXT, "dtype": TEXT, "recomputed": FLAG, "flops": COUNT}],
         "model_flops_by_dtype": _EACH_COUNT,

@@ -37,6 +37,7 @@ class Attempt:
     recording: Recording | None
     failure: str | None = None  # its error, in one line
     is_timeout: bool = False  # whether it was ended because it took too long
+    others_share: float = 0.0  # of the time, in which training waited for CPU cores that other processes used
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,11 @@ def refusal(
 
 
 def steps_ns(attempts: Sequence[Attempt], first: int = 1) -> list[float]:
-    """Return the time per step of each run from round `first` on, with its part of what lies between steps."""
-    runs = [each.recording for each in attempts if each.round >= first and each.recording is not None]
-    return [loop.step_ns for loop in map(loop_of, runs) if loop is not None]
+    """Return the time per step of each run from round `first` on, with its part of what lies between steps, without
+    the time that training waited for CPU cores that other processes used."""
+    runs = [(each.recording, each.others_share) for each in attempts if each.round >= first and each.recording]
+    loops = [(loop_of(recording), share) for recording, share in runs]
+    return [(1 - share) * loop.step_ns for loop, share in loops if loop is not None]
 
 
 def _timed(attempts: Sequence[Attempt]) -> list[Recording]:

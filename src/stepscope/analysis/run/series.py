@@ -110,6 +110,13 @@ class Run:
         known = [] if waits is None else [share for step in steps if (share := waits.at(step)) is not None]
         return sum(known) / len(known) if known else self.core_wait_share
 
+    def core_wait_ns(self, steps: Sequence[StepSample]) -> float:
+        """Return how long training waited for a CPU core in a step on average, as far as that was read."""
+        waits = self.tracks.get("core_wait_share")
+        if waits is None or not steps:
+            return 0.0
+        return sum(sample.wall_ns * (waits.at(sample.step) or 0.0) for sample in steps) / len(steps)
+
     def share_of_others(self, steps: Sequence[int]) -> float:
         """Return the share of time in which training waited for a CPU core in some steps, if other processes used the
         cores too; else 0."""

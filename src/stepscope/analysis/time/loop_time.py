@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from statistics import fmean, median, pvariance
 
 from stepscope.analysis.time.after_trace import launch_cost_ns, without_launch_cost
-from stepscope.analysis.time.statistics import block_means, quantile
+from stepscope.analysis.time.pace import FEWEST, MEANS_DIFFER, change_of_pace, num_unsettled
+from stepscope.analysis.time.statistics import quantile
 from stepscope.formatting import duration, plural
 from stepscope.trace.recording import Recording, StepSample
 
@@ -42,10 +42,6 @@ LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however mu
 UNTIMED = "warmup"
 FENCE = 7.0  # distances from the first quartile to the median: Tukey's outer fence of a symmetric distribution
 LEAST_EXCESS = 1.5  # of the median
-MEANS_DIFFER = 0.05
-OF_MANY_PLACES = 6.0  # standard errors: the place is chosen for its difference
-FEWEST = 8
-_NUM_BLOCKS = 4
 NOT_DRAINED = "up to {} batches had been prefetched: more steps would show whether the DataLoader keeps up"
 
 
@@ -75,10 +71,12 @@ class LoopTime:
         float  # wall-clock time per step, with its part of what lies between steps; without warm-up and measuring
     )
     num_measured: int  # the undisturbed steps behind `step_ns`
-    between_ns: Mapping[str, float]  # the part of `step_ns` that lies between steps, by row
+    between_ns: Mapping[str, float]  # the part of `step_ns` that lies between steps, and not in most of them, by row
     caveat: str | None  # why `step_ns` may not hold for a longer run; null if nothing speaks against it
     num_left_out: int = 0  # earlier undisturbed steps that took clearly longer or shorter, and are not measured
     launch_cost_ns: int = 0  # how much longer a free step was because of the trace before it; part of `measuring`
+    in_step_ns: Mapping[str, float] = field(default_factory=dict)
+    """What most steps have of the work between steps, by row: a part of them, and of a typical step."""
 
     def is_faster_than(self, timed_ns: float) -> bool:
         """Return whether steps took clearly less than those that were timed did on average."""
@@ -96,13 +94,18 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     if not undisturbed:
         return None
     measured = _measured(recording, undisturbed, on_device)
-    settled = [_step_only_ns(sample, on_device) for sample in measured]
+    in_most = _in_most(undisturbed)
+    settled = [_step_only_ns(sample, on_device, in_most) for sample in measured]
     num_prefetched = _num_prefetched(recording)
     is_drained = not num_prefetched or bool(_drained(undisturbed, num_prefetched))
-    times = _other_times(measured, undisturbed, on_device)
+    times = _other_times(measured, undisturbed, on_device, in_most)
     between = dict.fromkeys(BETWEEN.values(), 0.0)
     unknown = []
+    in_step: Counter[str] = Counter()
     for kind, row in BETWEEN.items():
+        if kind in in_most:
+            in_step[row] += round(fmean(sample.host_ns.get(kind, 0) for sample in measured))
+            continue
         ns, is_known = _per_step(recording, kind)
         between[row] += ns
         unknown += [row] if not is_known else []
@@ -122,6 +125,7 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
         or (None if is_drained else NOT_DRAINED.format(num_prefetched)),
         num_left_out=0 if times is None else len(undisturbed) - len(measured),
         launch_cost_ns=cost_ns,
+        in_step_ns=dict(in_step),
     )
 
 
@@ -132,12 +136,12 @@ def beside_ns(loop: LoopTime | None, typical_ns: float) -> tuple[float, float]:
 
 
 def periods(recording: Recording) -> dict[str, float]:
-    """Return how many steps lie between two evaluations (checkpoints, …), by row; of what happened at least twice."""
+    """Return how many steps lie between two evaluations, rollouts or checkpoints; of what happened at least twice."""
     found = {}
-    for kind, row in BETWEEN.items():
+    for kind in ("evaluation", "rollout", "checkpoint"):
         steps = [sample.step for sample in recording.samples if sample.host_ns.get(kind)]
-        if len(steps) > 1 and kind != "garbage_collection":  # that comes whenever it likes
-            found[row] = (steps[-1] - steps[0]) / (len(steps) - 1)
+        if len(steps) > 1:
+            found[BETWEEN[kind]] = (steps[-1] - steps[0]) / (len(steps) - 1)
     return found
 
 
@@ -151,8 +155,9 @@ def _measured(recording: Recording, undisturbed: Sequence[StepSample], on_device
     has_ranks = (recording.facts.get("environment") or {}).get("world_size", 1) > 1
     # Ranks wait for the one that is last to prepare a window.
     samples = _drained(undisturbed, max(_num_prefetched(recording), int(has_ranks))) or undisturbed
-    times = _at_mean_work(samples, [_step_only_ns(sample, on_device) for sample in samples])
-    first = _num_unsettled(times)
+    in_most = _in_most(undisturbed)
+    times = _at_mean_work(samples, [_step_only_ns(sample, on_device, in_most) for sample in samples])
+    first = num_unsettled(times)
     # Steps that become faster use up batches that workers made during slow ones: they are not the pace alone.
     is_refilled = _num_prefetched(recording) and fmean(times[first:]) < fmean(times)
     return samples if is_refilled else samples[first:]
@@ -173,12 +178,14 @@ def _other_steps(
     return f"earlier steps took {times:.2f} times as long on average: only the last {num} are measured"
 
 
-def _other_times(measured: Sequence[StepSample], undisturbed: Sequence[StepSample], on_device: bool) -> float | None:
+def _other_times(
+    measured: Sequence[StepSample], undisturbed: Sequence[StepSample], on_device: bool, in_most: frozenset[str]
+) -> float | None:
     """Return how many times as long the steps before the measured ones took on average; None if they took as long."""
     earlier = [sample for sample in undisturbed if sample.step < measured[0].step]
     if len(earlier) < FEWEST:
         return None
-    before, after = (fmean([_step_only_ns(s, on_device) for s in some]) for some in (earlier, measured))
+    before, after = (fmean([_step_only_ns(s, on_device, in_most) for s in some]) for some in (earlier, measured))
     return before / after if abs(before - after) > MEANS_DIFFER * after else None
 
 
@@ -223,62 +230,29 @@ def _drained(samples: Sequence[StepSample], num_first: int) -> Sequence[StepSamp
     return found if len(found) >= FEWEST or not num_first else []
 
 
-def _between_ns(times: Mapping[str, int]) -> int:
-    return sum(ns for name, ns in times.items() if name in BETWEEN)
+def _between_ns(times: Mapping[str, int], in_most: frozenset[str] = frozenset()) -> int:
+    return sum(ns for name, ns in times.items() if name in BETWEEN and name not in in_most)
 
 
-def _step_only_ns(sample: StepSample, on_device: bool) -> int:
+def _in_most(undisturbed: Sequence[StepSample]) -> frozenset[str]:
+    """Return the kinds of work between steps that most steps have, such as the targets of an off-policy learner."""
+    num = Counter(kind for sample in undisturbed for kind, ns in sample.host_ns.items() if ns and kind in BETWEEN)
+    return frozenset(kind for kind, times in num.items() if 2 * times > len(undisturbed))
+
+
+def _step_only_ns(sample: StepSample, on_device: bool, in_most: frozenset[str]) -> int:
+    """Return a step's time without what lies between steps, on its clock; the host may be a step ahead of the GPU."""
     if on_device and sample.device_ns is not None:
-        return sum(sample.device_ns.values()) - _between_ns(sample.device_ns)
-    return sample.wall_ns - _between_ns(sample.host_ns)
-
-
-def _num_unsettled(times: Sequence[float]) -> int:
-    """Return the step after which times no longer change: a queue of prefetched batches drains, clocks fall.
-
-    >>> _num_unsettled([3] * 20 + [9] * 60), _num_unsettled([9, 3] * 40)
-    (20, 0)
-    """
-    begin = 0
-    while (change := _change(times[begin:])) is not None:
-        begin += change
-    return begin
-
-
-def _change(times: Sequence[float]) -> int | None:
-    """Return the step before which times differ most from those after it, if by more than matters and by more than
-    they vary from block to block on either side: stretches that other processes slow down are no change of pace.
-    """
-    num = len(times)
-    places = range(FEWEST, num - FEWEST + 1)
-    if not places:
-        return None
-    sums = [0.0, *accumulate(times)]
-
-    def apart(place: int) -> float:
-        first, second = sums[place] / place, (sums[num] - sums[place]) / (num - place)
-        return float(abs(first - second) * (place * (num - place)) ** 0.5)
-
-    place = max(places, key=apart)
-    sides = times[:place], times[place:]
-    difference = abs(fmean(sides[0]) - fmean(sides[1]))
-    error = sum(_error(side) ** 2 for side in sides) ** 0.5
-    return place if difference > MEANS_DIFFER * fmean(times) and difference > OF_MANY_PLACES * error else None
-
-
-def _error(times: Sequence[float]) -> float:
-    """Return the standard error of a mean of times of which neighbors may be alike."""
-    size = max(1, len(times) // _NUM_BLOCKS)
-    blocks = block_means(times, size)
-    return float(max(pvariance(blocks) / (len(blocks) - 1), pvariance(times) / len(times)) ** 0.5)
+        return sum(sample.device_ns.values()) - _between_ns(sample.device_ns, in_most)
+    return sample.wall_ns - _between_ns(sample.host_ns, in_most)
 
 
 def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     """Return what a kind of work between steps takes per step, and whether that is known.
 
     If the script ran to its end, everything it did counts. Else the distance from the first time to the last tells
-    how often it happens. What happens only before the first step is part of starting up. A DataLoader that starts
-    after the last step feeds none.
+    how often it happens; of a single time, the steps before it, or those after it if they are more. What happens only
+    before the first step is part of starting up. A DataLoader that starts after the last step feeds none.
     """
     num_steps = len(recording.samples)
     # Compiling collects garbage for seconds, and that happens once.
@@ -294,7 +268,9 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
         return 0.0, True
     first, last = min(times), max(times)
     if first == last:
-        return (times[first] / num_steps, True) if first else (0.0, is_whole or kind == "loader_start")
+        if not first:
+            return 0.0, is_whole or kind == "loader_start"
+        return times[first] / (num_steps if is_whole else max(first, num_steps - first)), True
     later_ns = times.total() - times[first]
     if is_whole:
         # The first time may compile, or open files. It may also be a short trial, as trainers make one.
@@ -374,7 +350,7 @@ def _gap_ns(times: Mapping[str, int]) -> int:
 def _caveat(settled: Sequence[float], unknown: Sequence[str]) -> str | None:
     if len(settled) < FEWEST:
         return f"only {plural(len(settled), 'step')} to go by"
-    if _change(settled) is not None:
+    if change_of_pace(settled) is not None:
         return "step times were still changing"
     mean = fmean(settled)
     if (pvariance(settled) / len(settled)) ** 0.5 > MEANS_DIFFER * mean:

@@ -9,6 +9,7 @@ from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.structure.modules import MODULE_PREFIX
 from stepscope.analysis.time.cpu_ledger import DATA, PRODUCTS, TRAINING
+from stepscope.analysis.time.loop_time import measured_steps
 from stepscope.errors import ABOUT_CPUS, if_available
 from stepscope.findings.op_lines import outside_text
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
@@ -132,23 +133,29 @@ def core_waits(case: Case) -> list[Finding]:
         raise Unavailable(
             "The recording has no readings of how long training waited for a CPU core. Linux has them, in long runs."
         )
-    if share < WORTH_WITHOUT_GPU:
+    ledger = if_available(lambda: case.ledger)
+    rows: tuple[str, ...] = _RUNNING
+    lost_ns = share * case.average_ns
+    if share < WORTH_WITHOUT_GPU:  # a typical step hardly waits: those do that take longer
+        measured = measured_steps(case.recording, on_device=False)
+        rows, lost_ns = _RUNNING[:1], case.run.core_wait_ns(measured)
+    if ledger is not None:
+        lost_ns = min(lost_ns, sum(ledger.parts.get(row, 0) for row in rows) / ledger.num_steps)
+    if lost_ns < WORTH_WITHOUT_GPU * case.average_ns:
         return []
     waits = case.run.tracks["core_wait_share"]
-    ledger = if_available(lambda: case.ledger)
-    lost_ns = share * case.average_ns
-    if ledger is not None:
-        lost_ns = min(lost_ns, sum(ledger.parts.get(row, 0) for row in _RUNNING) / ledger.num_steps)
     has_workers = (case.recording.facts.get("loader") or {}).get("num_workers")
     workers = ", or its own DataLoader workers," if has_workers else ""
+    when, often = "In the timed steps", f" {whole_percent(share)} of the time"
+    if rows != _RUNNING:
+        when, often = "In steps that take longer than a typical one", ""
     row = {"wait_share": share, "num_readings": len(waits.values), "highest_share": max(waits.values)}
     return one_finding(
-        sentence=f"In the timed steps, training waits for a CPU core {whole_percent(share)} of the time, up to "
-        f"{case.cost_text(lost_ns)} in ops: other processes{workers} run on the same cores. Every time in this "
-        "recording is longer for it.",
+        sentence=f"{when}, training waits for a CPU core{often}, up to {case.cost_text(lost_ns)}: other "
+        f"processes{workers} run on the same cores. Every time in this recording is longer for it.",
         fix=f"top  # end what else runs{', start fewer workers' * bool(workers)}, or wait for it; then record again",
         saving_ns=lost_ns,
-        rows=_RUNNING,
+        rows=rows,
         upper_bound=True,
         derived="the kernel's count of the time in which the training thread was ready and no core was free",
         confidence="high",

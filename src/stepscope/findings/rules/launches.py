@@ -6,6 +6,7 @@ from stepscope.analysis.kernels.kernels import launches
 from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.analysis.structure.intervals import complement, intersect
 from stepscope.analysis.time.stalls import STALL_NS, quiet_stretches
+from stepscope.findings.op_lines import python_text
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, on_gpu, one_finding, stretches
 from stepscope.findings.rules.waits import host_work, place, starts_within
 from stepscope.formatting import duration, plural, size
@@ -141,7 +142,7 @@ def host_stall(case: Case) -> list[Finding]:
     return one_finding(
         sentence=f"The host launches nothing for {case.cost_text(float(table['duration_ns'].sum()))}, in "
         f"{case.number_text(quiet, 'pause')}, mostly {where}. The GPU has only "
-        f"{duration(case.step.device_ns, 3)} of work.{once}",
+        f"{duration(case.step.device_ns, 3)} of work.{once}{python_text(case)}",
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed without these pauses",

@@ -10,7 +10,7 @@ from stepscope.analysis.structure.nesting import python_callers
 from stepscope.analysis.time.cpu_ledger import TRAINING
 from stepscope.analysis.time.stalls import MANY_OPS
 from stepscope.errors import ABOUT_CPUS, if_available
-from stepscope.findings.op_lines import data_text, outside_text
+from stepscope.findings.op_lines import data_text, outside_text, python_text
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.findings.rules.cpu import by_name, ops_of_steps
 from stepscope.formatting import duration, plural, safe, whole_percent
@@ -39,7 +39,9 @@ def _loader_fix(case: Case, waited_ns: float) -> str:
             return (
                 "prepare the batches once and store them: there is one core, which workers would share with training"
             )
-        return f"DataLoader(..., num_workers={min(spare, 8)}, persistent_workers=True)  # now 0: training loads it"
+        cheaper = ", or make these lines cheaper" if python_text(case, has_others=False) else ""
+        workers = f"DataLoader(..., num_workers={min(spare, 8)}, persistent_workers=True)"
+        return f"{workers}  # now 0: training loads it{cheaper}"
     # Workers that are always busy give one batch per step: more of them, for a step without the wait.
     wanted = -(-workers * case.step_ns // max(1.0, case.step_ns - waited_ns))
     if wanted <= spare:
@@ -75,7 +77,7 @@ def _in_trace(case: Case) -> list[Finding]:
     rows = waits.select("step", "phase", "num_ops", "most_op", LENGTH).head(8).to_dicts()
     return one_finding(
         sentence=f"The GPU waits {case.cost_text(wait_ns / case.num_steps)} {what}. It has only "
-        f"{duration(case.step.device_ns, 3)} of work.",
+        f"{duration(case.step.device_ns, 3)} of work.{python_text(case)}",
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed without these waits, as if the batch were ready",
@@ -183,6 +185,9 @@ def _between(case: Case) -> tuple[str, list[Evidence]]:
     return text, [*([Evidence("lines between steps", spent.head(8).to_dicts())] if spent.height else []), *tables]
 
 
+_IN_STEP = ("cpu_between", "cpu_outside", "cpu_data", "cpu_python", "cpu_ops", "cpu_products", "idle_python",
+            "idle_launch", "idle_synchronization", "idle_data", "idle_unknown")  # fmt: skip
+"""Rows that hold what every step has of the work between steps."""
 _BETWEEN_FIXES = {
     "data": "DataLoader(..., persistent_workers=True)  # keep the workers from one epoch to the next",
     "rollout": "collect more at once: a larger batch of environments, or generation with a key-value cache",
@@ -198,7 +203,7 @@ def between_steps(case: Case) -> list[Finding]:
         raise Unavailable("The recording has no undisturbed steps: it ended during warm-up.")
     findings = []
     rows = {row.name: row for row in loop.rows}
-    for name, ns in loop.between_ns.items():
+    for name, ns in (*loop.between_ns.items(), *loop.in_step_ns.items()):
         row = rows.get(name)
         if row is None or name not in _BETWEEN_FIXES or not row.num or not case.is_worth(ns):  # others have a rule
             continue
@@ -217,9 +222,9 @@ def between_steps(case: Case) -> list[Finding]:
                 f"{plural(loop.num_steps, 'step')}, {duration(each_ns, 3)} each{first}.",
                 fix=_BETWEEN_FIXES[name] if has_workers else _loader_fix(case, ns),
                 saving_ns=ns,
-                rows=("between_steps",),
+                rows=("between_steps",) if name in loop.between_ns else _IN_STEP,
                 upper_bound=True,
-                derived="its wall-clock time in the loop, divided by the steps; a typical step does not have it",
+                derived="its wall-clock time in the loop, divided by the steps",
                 confidence="high" if row.num > 1 else "medium",
                 falsified_by="leave it out of a run and compare the throughput",
                 evidence=(

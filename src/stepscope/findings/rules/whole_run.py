@@ -59,8 +59,14 @@ def evaluation_memory(case: Case) -> list[Finding]:
 
 
 def _per_step(case: Case, findings: list[Finding], kind: str) -> list[Finding]:
-    """Return findings whose saving is what the average step has of it: the first time may compile, or open files."""
-    share_ns = case.summary.loop.between_ns.get(kind) if case.summary.loop is not None else None
+    """Return findings whose saving is what the average step has of it: the first time may compile, or open files.
+
+    What most steps have is no evaluation but a part of training, such as the targets of an off-policy learner.
+    """
+    loop = case.summary.loop
+    if loop is not None and kind == "evaluation" and loop.in_step_ns.get(kind):
+        return []
+    share_ns = None if loop is None else loop.between_ns.get(kind, loop.in_step_ns.get(kind))
     return [replace(finding, saving_ns=share_ns or finding.saving_ns) for finding in findings]
 
 

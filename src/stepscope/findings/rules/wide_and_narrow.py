@@ -12,7 +12,7 @@ from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding
 from stepscope.findings.rules.matrix_products import products_of
 from stepscope.formatting import plural, size, whole_percent
 
-_DOUBLE = "double"
+_DOUBLE, _DOUBLES = "double", ("float64", "complex128")
 _FLOAT32 = "torch.from_numpy(array).float(); torch.tensor(array, dtype=torch.float32)  # NumPy's default is float64"
 
 
@@ -47,11 +47,15 @@ def float64_work(case: Case) -> list[Finding]:
 
 
 def _share_in_float32(op: str | None, *texts: str | None) -> float:
-    """Return the bytes that an op moves if its float64 tensors are float32 ÷ those that it moves now."""
-    tensors = op_tensors(op or "", *texts)
-    both = [] if tensors is None else [one for part in tensors for one in part if one.num_bytes]
+    """Return the bytes that an op moves if its float64 tensors are float32 ÷ those that it moves now.
+
+    Of an op without a formula, such as an FFT, only its inputs are known.
+    """
+    known = op_tensors(op or "", *texts)
+    tensors = operands(*texts[:2]) if known is None else [*known[0], *known[1]]
+    both = [one for one in tensors if isinstance(one, Tensor) and one.num_bytes]
     now = sum(one.num_bytes or 0 for one in both)
-    less = sum(one.num_bytes or 0 for one in both if one.dtype == "float64") / 2
+    less = sum(one.num_bytes or 0 for one in both if one.dtype in _DOUBLES) / 2
     return 1 - less / now if now else 1.0
 
 

@@ -87,7 +87,7 @@ class MoreWorkers(LoaderChange):
             self.left[f"a DataLoader has {before} workers already"] += 1
             return {}
         self.value = str(wanted)
-        self.changed[f"DataLoaders with {wanted} workers instead of {before}"] += 1
+        self.changed[f"DataLoaders with num_workers={wanted} instead of {before}"] += 1
         return {
             "num_workers": wanted,
             "persistent_workers": True,

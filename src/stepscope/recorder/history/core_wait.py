@@ -21,14 +21,18 @@ class CoreTimes:
 
     def __init__(self) -> None:
         self._due_ns = 0
+        self._thread: int | None = None  # which reads; one that ends the recording may be another
 
     def read(self, now_ns: int, is_due: bool = False) -> tuple[int, int] | None:
         """Return the ns on a core and waiting for one; None if the kernel does not say, or if it was read lately."""
         if now_ns < self._due_ns and not (is_due and self._due_ns < _NEVER):
             return None
-        self._due_ns = now_ns + PERIOD_NS
+        thread = _thread.get_native_id()
+        if self._thread not in (None, thread):
+            return None
+        self._due_ns, self._thread = now_ns + PERIOD_NS, thread
         try:
-            descriptor = os.open(f"/proc/self/task/{_thread.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return time.thread_time_ns(), int(os.read(descriptor, 100).split()[1])
             finally:

@@ -165,6 +165,7 @@ class WholeRun:
 
     def close(self, status: str) -> None:
         """Write the end of the history."""
+        self._read_core_times(time.perf_counter_ns(), at_border=True)
         self.losses.read()
         self.samples.close()
         self.history.close(status)

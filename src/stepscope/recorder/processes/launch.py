@@ -252,7 +252,12 @@ def raise_as_script(error: BaseException, code: CodeType) -> NoReturn:
         hide_own_frames(code)
     except Exception:
         pass  # then ours are among them
-    raise error
+    try:
+        raise error
+    finally:
+        # Its traceback has this frame. A cycle would keep the script's variables alive when Python ends, and PyTorch
+        # waits 5 s for each worker of a DataLoader that lives until then.
+        del error
 
 
 def leave_fork(error: BaseException | None, code: CodeType) -> NoReturn:
