@@ -20,7 +20,7 @@ from mcp import Client, StdioServerParameters
 
 from handmade import cpu_recording
 from stepscope.cli.main import _find, main, verb_parser
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, UsageError
 from stepscope.findings.fixes import FIXES
 from stepscope.integrations.agents.answers import (
     LONGEST_TEXT,
@@ -367,6 +367,20 @@ def test_scripts_of_the_folder_run_only_if_allowed(tmp_path):
     said_of = (outside, late, outside, "none_such", outside, "-m elsewhere is not a file")
     for (is_error, text), said in zip(refused, said_of):
         assert is_error and said in text
+
+
+def test_a_change_by_hand_is_a_file_in_the_folder(tmp_path):
+    from stepscope.integrations.agents.server import Tools
+
+    (tmp_path / "a b.py").write_text("")
+    (tmp_path / "after.py").write_text("")
+    tools = Tools(tmp_path, allow_run=True)
+
+    assert tools._fix("autocast+compile") == "autocast+compile"
+    assert tools._fix("it=after.py") == "it=./after.py"
+    for fix in ("it=after.py --lr 3", "it=-m pack.after", "it=../after.py"):
+        with pytest.raises(UsageError):
+            tools._fix(fix)
 
 
 @pytest.mark.long

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -50,7 +52,7 @@ def test_a_busy_line_is_seen_in_its_phase():
     busy(0.3, phase)
     found = sampler.stop()
 
-    assert not sampler._thread.is_alive()
+    assert sampler.stop() is None  # a second time
     first = found["lines"][0]
     assert first["phase"] == "data" and first["place"].endswith(" busy") and "test_stack_samples.py" in first["place"]
     assert found["num_samples"] == sum(line["num_samples"] for line in found["lines"]) >= 5
@@ -76,8 +78,37 @@ def test_a_package_that_runs_the_loop_has_the_line_and_a_function_of_it_has_not(
 
 def test_the_switch_interval_of_the_script_is_its_own():
     before = sys.getswitchinterval()
-    StackSampler(lambda: None).stop()
+    sampler = StackSampler(lambda: None)
+    child = os.fork()
+    if not child:
+        os._exit(not (sys.getswitchinterval() == before and sampler.stop() is None))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    sampler.stop()
     assert sys.getswitchinterval() == before
+    sampler = StackSampler(lambda: None)
+    sys.setswitchinterval(0.25)
+    sampler.stop()
+    assert sys.getswitchinterval() == 0.25
+    sys.setswitchinterval(before)
+
+
+def test_what_a_function_held_is_freed_by_its_own_thread():
+    freed_by = []
+
+    class Held:
+        def __del__(self):
+            freed_by.append(threading.get_ident())
+
+    def holds():
+        held = Held()
+        time.sleep(0.001)
+        return held is None
+
+    sampler = StackSampler(lambda: None)
+    for _ in range(200):
+        holds()
+    sampler.stop()
+    assert freed_by.count(threading.get_ident()) > 190
 
 
 def test_what_makes_a_batch_in_pure_python_is_named(lab):
@@ -88,7 +119,7 @@ def test_what_makes_a_batch_in_pure_python_is_named(lab):
     seen = {line["place"].partition(" ")[2] for line in lines if line["phase"] == "data"}
     assert "encode" in seen, lines
     said = script.stepscope("diagnose", "recording").stdout
-    assert "in encode (" in " ".join(said.split()) and "or make these lines cheaper" in " ".join(said.split())
+    assert "in encode (" in " ".join(said.split()) and "or speed up the lines above" in " ".join(said.split())
 
 
 def test_without_a_trace_nobody_looks(lab):

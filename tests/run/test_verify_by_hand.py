@@ -34,9 +34,12 @@ def folder(tmp_path, monkeypatch):
         ("train.py config.py", "after.py", "after.py config.py"),
         ("-m torch.distributed.run --nproc-per-node 2 train.py x", "after.py",
          "-m torch.distributed.run --nproc-per-node 2 after.py x"),
+        ("-m torch.distributed.run --nproc-per-node 2 train.py x", "after.py --lr 3",
+         "-m torch.distributed.run --nproc-per-node 2 after.py --lr 3"),
         ("-m torch.distributed.run --nproc-per-node 2 train.py x", "-m torch.distributed.run after.py",
          "-m torch.distributed.run after.py"),
         ("-m pack.train x", "after.py", "after.py x"),
+        ("-m pack.train config.py", "after.py", "after.py config.py"),
         ("-m pack.train x", "-m pack.after", "-m pack.after x"),
         ("train.py x", "-m pack.after", "-m pack.after x"),
         ("train.py x", "'after.py' 'a b'", "after.py 'a b'"),
@@ -74,6 +77,7 @@ def test_a_copy_that_is_none_is_refused(folder, text, said):
         ("a/b=after.py", "letters, digits"),
         ("=after.py", "letters, digits"),
         ("it='after.py", "No closing quotation"),
+        ("it=-m", "name a module after -m"),
         ("it=after", "Unknown fix 'it'.*--fix it=COPY.py"),
     ],
 )
@@ -144,6 +148,7 @@ def test_what_happens_between_steps_is_timed_twice_or_said_not_to_be():
     often, seldom = (looped(1000, "evaluation", every) for every in (30, 190))
 
     assert periods(often) == {"evaluation": 30} and _steps_to_time(often) == (60, [])
+    assert "--clean 60" in _steps_to_time(often, 20)[1][0] and _steps_to_time(often, 80) == (80, [])
     num, (said,) = _steps_to_time(looped(4000, "checkpoint", 900))
     assert num == 20 and "checkpoint comes every 900 steps" in said and "--clean 1800" in said
     assert _steps_to_time(seldom)[0] == 380

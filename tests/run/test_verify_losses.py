@@ -266,6 +266,22 @@ def test_a_change_by_hand_with_other_losses_is_wrong():
     assert (found.status, found.losses.chance_share) == ("wrong", 0)
 
 
+@pytest.mark.parametrize("after", [math.nan, math.inf])
+def test_a_change_by_hand_that_loses_the_loss_is_wrong(after):
+    before = [{step: 1.0 for step in range(28)}] * 2
+    found = check_losses(before, [{step: after if step > 9 else 1.0 for step in range(28)}], "by hand")
+
+    assert (found.verdict, found.step, found.difference_share) == ("differ", 10, None)
+
+
+def test_a_change_by_hand_has_no_excuse_in_a_few_steps():
+    """Nobody knows that it draws other random numbers; where the data does, means of so few say nothing."""
+    sides = [{step: 1.0 for step in range(12)}], [{step: 50.0 for step in range(12)}]
+
+    assert check_losses(*sides, "by hand").verdict == "differ"
+    assert check_losses(*sides, "resampled").verdict == "not compared"
+
+
 def test_losses_are_held_to_the_steps_of_the_rehearsal():
     """Rounding grows from step to step, and the timed runs may be longer."""
     later = [replace(step, step=step.step + 20, loss=9.0) for step in run(1, 7).recording.samples]

@@ -56,12 +56,8 @@ def test_it_is_a_function_too(lab, monkeypatch):
     (fix,) = found.fixes
     assert (fix.status, found.exit_code, found.command) == ("too few samples", 4, "train.py 'an argument'")
     assert fix.change.num_samples == (1, 1) and fix.losses.verdict == "agree"
-    assert told[0] == "rehearsal: without"
-    assert [line.rpartition(", about ")[0] for line in told[1:]] == [
-        "rehearsal: with unfused_optimizer",
-        "round 1 of 1: without",
-        "round 1 of 1: with unfused_optimizer",
-    ]
+    assert told[:3] == ["rehearsal: without", "rehearsal: with unfused_optimizer", "round 1 of 1: without"]
+    assert told[3].startswith("round 1 of 1: with unfused_optimizer, about ")
     with pytest.raises(UsageError, match="Unknown fix 'nosuch'"):
         stepscope.verify("train.py", fix="nosuch")
     with pytest.raises(UsageError, match="0 rounds"):

@@ -214,7 +214,7 @@ def test_whatever_ends_a_run_is_a_line(tmp_path, monkeypatch, source, said):
 
     ended = run_again(command, tmp_path / "out" / "run", options, None, rehearses=False)
 
-    assert ended is not None and ended.startswith(said), (tmp_path / "out" / "run.txt").read_text()
+    assert ended is not None and ended.reason.startswith(said), (tmp_path / "out" / "run.txt").read_text()
 
 
 def test_a_finding_of_a_recording_says_how_to_prove_it():

@@ -83,7 +83,7 @@ def verify(
         raise UsageError(f"--warmup {warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least")
     chosen = [parse_change(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
     if len({each.text for each in chosen}) < len(chosen):
-        raise UsageError("two changes have the same name and script: --fix NAME=SCRIPT names each")
+        raise UsageError("two changes have the same name and script: give each its own, --fix NAME=SCRIPT")
     session: Session | None = None
     warnings: list[str] = []
     if rounds < MIN_ROUNDS and warn is not None:
@@ -98,8 +98,8 @@ def verify(
         _need_consent(Path(target), command, yes)
         warnings = changes_since(command, session.recording.facts)
     num_clean = clean
-    if session is not None and clean is None:
-        num_clean, untimed = _steps_to_time(session.recording)
+    if session is not None:
+        num_clean, untimed = _steps_to_time(session.recording, clean)
         warnings += untimed
     if warn is not None:
         for warning in warnings:
@@ -122,8 +122,9 @@ def verify(
     environment = first.facts.get("environment") or {}
     warnings += _environment_changes(None if session is None else session.recording, first)
     expected = _expected_gains(session, environment.get("device_name"), chosen)
-    shares = [each.others_share for side in (before, *after.values()) for each in side if each.round]
-    if max(shares) > LEAST_OTHERS_SHARE:
+    timed = [each for side in (before, *after.values()) for each in side if each.round and each.failure is None]
+    shares = [each.others_share for each in timed if each.recording is not None]
+    if max(shares, default=0.0) > LEAST_OTHERS_SHARE:
         warnings.append(
             f"training waited {whole_percent(min(shares))} to {whole_percent(max(shares))} of the time for a CPU "
             "core that other processes used: these times are without that"
@@ -150,17 +151,19 @@ def verify(
     return verification
 
 
-def _steps_to_time(recording: Recording) -> tuple[int, list[str]]:
-    """Return how many steps include everything twice that the recording does between steps, and what takes too long
-    for that."""
+def _steps_to_time(recording: Recording, given: int | None = None) -> tuple[int, list[str]]:
+    """Return how many steps to time, so that they include everything twice that the recording does between steps, and
+    what takes too long for that, or is not in those that are `given`."""
     from stepscope.analysis.time.loop_time import periods
     from stepscope.analysis.time.summary import loop_of
 
-    loop, most, warnings = loop_of(recording), NUM_CLEAN, []
+    loop, most, warnings = loop_of(recording), given or NUM_CLEAN, []
     for row, period in periods(recording).items():
         num = math.ceil(2 * period)
-        if num <= MOST_CLEAN and loop is not None and num * loop.step_ns <= MOST_NS:
-            most = max(most, num)
+        if num <= most:
+            continue
+        if given is None and num <= MOST_CLEAN and loop is not None and num * loop.step_ns <= MOST_NS:
+            most = num
         else:
             warnings.append(
                 f"{row} comes every {period:,.0f} steps, and its cost is not part of these times: --clean {num} "
@@ -233,7 +236,8 @@ def _run_all(
             output = folder / f"{name}-{number}"
             done = attempt(changed.get(name, command), output, number, fix, options, not number, engine=engine)
             _need_like_devices([*before, done])
-            took_s.append(time.monotonic() - began_s)
+            if number:
+                took_s.append(time.monotonic() - began_s)
             return done
 
         for number in range(num_rounds + 1):

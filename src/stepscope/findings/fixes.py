@@ -106,14 +106,17 @@ def parse_change(text: str) -> Chosen:
     """
     name, _, script = text.partition("=")
     try:
-        first = next(iter(shlex.split(script)), "")
+        words = shlex.split(script)
     except ValueError as error:
         raise UsageError(f"--fix {text}: {error}") from None
+    first = next(iter(words), "")
     if first != "-m" and not first.endswith(".py"):
         return parse_fix(text)
+    if words == ["-m"]:
+        raise UsageError(f"--fix {text}: name a module after -m")
     if not re.fullmatch(r"\w[\w-]*", name):
         raise UsageError(f"--fix {text}: the name of a change by hand has letters, digits, '_' and '-' only")
-    return Chosen(f"{name}={PurePath(first).name}", (), name, script)
+    return Chosen(f"{name}={words[1] if first == '-m' else PurePath(first).name}", (), name, script)
 
 
 def parse_fix(text: str) -> Chosen:

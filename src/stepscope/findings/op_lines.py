@@ -157,7 +157,8 @@ def python_text(case: Case, has_data: bool = True, has_others: bool = True) -> s
         return ""
     worth = [line for line in lines if line["num_samples"] >= _LEAST_SEEN * num][:_MOST_LINES]
     texts = [f"{line_text(line['place'])} ({whole_percent(line['num_samples'] / num)})" for line in worth]
-    return f" Of {num} looks at its stack, Python was most often at {', '.join(texts)}." if texts else ""
+    where = "" if not has_others else "Outside of data and passes, " if not has_data else "Outside of the passes, "
+    return f" {where}Python was most often at {', '.join(texts)}, in {num} samples of its stack." if texts else ""
 
 
 def data_text(case: Case, least_ns: float) -> str:

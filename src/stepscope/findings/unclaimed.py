@@ -8,7 +8,7 @@ from stepscope.analysis.time.ledger import ROWS
 from stepscope.errors import if_available
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.op_lines import first_line, lines_of, lines_text, ops_of, pauses_text
+from stepscope.findings.op_lines import first_line, lines_of, lines_text, ops_of, pauses_text, python_text
 from stepscope.findings.rules.cpu import least_ns
 from stepscope.formatting import duration, safe, whole_percent
 from stepscope.session.case import Case
@@ -75,6 +75,8 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
         places = case.places(work.sort("loss_ns", descending=True)["event"].head(20))
     if row.startswith("cpu_"):
         most += pauses_text(case, ns / 10)
+    if row == "idle_data":
+        most += python_text(case, has_others=False)
     # Of the average step, because some rows lie outside of a typical one.
     cost = f"{duration(ns, 3)} per step ({whole_percent(ns / claims.step_ns)} of {duration(claims.step_ns, 3)})"
     return Finding(

@@ -96,8 +96,12 @@ def _variable(name: str, otherwise: str) -> str:
 
 def _has_no_step(folder: Path) -> bool:
     """Return whether nothing was measured in a recording, nor in one of its ranks."""
-    files = [file for name in (SAMPLES_FILE, HISTORY_FILE, f"{TRACE_FOLDER}/*") for file in folder.rglob(name)]
-    return not any(file.stat().st_size for file in files)
+    names = (SAMPLES_FILE, HISTORY_FILE, f"{TRACE_FOLDER}/*", MEMORY_FILE, SNAPSHOT_FILE, OOM_SNAPSHOT_FILE)
+    try:
+        has_ended = json.loads((folder / RECORDING_FILE).read_bytes())["status"] in (STATUS_FINISHED, STATUS_FAILED)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return has_ended and not any(file.stat().st_size for name in names for file in folder.rglob(name))
 
 
 def prepare_folder(
@@ -105,7 +109,7 @@ def prepare_folder(
 ) -> None:
     """Create `folder`, or empty an earlier recording if `force` is set. Raises ValueError if that is not possible.
 
-    A recording without a step, as of a script that failed at its beginning, gives way without it. `resumes` empties
+    A recording without a step, as of a script that failed at its beginning, is replaced anyway. `resumes` empties
     it too, but keeps its history, which goes on. Only a folder that holds a recording is emptied: `force` on a home
     directory is refused. `keep_ranks` leaves other ranks' folders alone, because they are being written. `option` is
     how to name another folder.

@@ -68,7 +68,7 @@ class TraceProbe:
         self._handles: list[Handle] = []
         self._num_steps = 0
         self._started = self._is_over = self._is_unwanted = False
-        self._stacks_seen: StackSampler | None = None
+        self._stack_sampler: StackSampler | None = None
         self.is_ours = False
         """True while this probe, and not the script, calls the profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -84,11 +84,12 @@ class TraceProbe:
         traced_by = os.getpid()
         with self._calling():
             self._profiler.prepare_trace()
-        self._stacks_seen = StackSampler(lambda: clock.label)
+        if not self._is_over:
+            self._stack_sampler = StackSampler(lambda: clock.label)
 
     def lines_seen(self) -> dict[str, Any] | None:
         """Return where Python was since `prepare`, and stop looking."""
-        sampler, self._stacks_seen = self._stacks_seen, None
+        sampler, self._stack_sampler = self._stack_sampler, None
         return sampler.stop() if sampler is not None else None
 
     def start(self, clock: Clock) -> None:

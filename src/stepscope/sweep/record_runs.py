@@ -38,6 +38,9 @@ _NO_SPACE = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.
 _LEAST_SPACE = 1 << 20  # bytes that a run needs for its own files
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
+             "deepspeed.launcher.runner")  # fmt: skip
+"""Modules whose arguments name the script."""
 _RUN = (sys.executable, "-m", "stepscope", "run", "--quiet", "--exit-after", "-o")
 
 
@@ -142,32 +145,35 @@ class Command:
         return f"cd {shlex.quote(str(self.folder))} && python {self.text}"
 
     def changed(self, name: str, text: str) -> "Command":
-        """Return the command with a change made by hand; `text` is the new script, or all words of a new command."""
+        """Return the command with a change made by hand; `text` is the new script, and its arguments if they change.
+
+        A launcher before the script stays, unless `text` begins with one.
+        """
         words = shlex.split(text)
-        module_or_script = 2 if words[0] == "-m" else 1
         if words[0] != "-m":
             if not Path(words[0]).is_file():
                 raise UsageError(f"--fix {name}={text}: {words[0]} is not a file")
             if self.folder != Path.cwd():
                 words[0] = str(Path(words[0]).absolute())
-        if len(words) == module_or_script:
-            old = self._script()
-            before, after = (Path(self.folder, each) for each in (self.words[old.start], words[-1]))
-            if before.is_file() and after.is_file() and filecmp.cmp(before, after, shallow=False):
-                raise UsageError(f"--fix {name}={text}: {_same(words[-1], self.words[old.start])}")
-            words = [*self.words[: old.start], *words, *self.words[old.stop :]]
+        old = self._script()
+        if words[:2] not in [["-m", launcher] for launcher in LAUNCHERS]:
+            is_script_alone = len(words) == (2 if words[0] == "-m" else 1)
+            before, after = (Path(self.folder, each) for each in (self.words[old.start], words[0]))
+            if is_script_alone and before.is_file() and after.is_file() and filecmp.cmp(before, after, shallow=False):
+                raise UsageError(f"--fix {name}={text}: {_same(words[0], self.words[old.start])}")
+            words = [*self.words[: old.start], *words, *(self.words[old.stop :] if is_script_alone else ())]
         if tuple(words) == self.words:
             raise UsageError(f"--fix {name}={text}: that is the same command")
         return replace(self, words=tuple(words), file=None)
 
     def _script(self) -> range:
         """Return which words name the script: the first file in Python, after the words of a launcher."""
+        if self.words[0] == "-m" and self.words[1] not in LAUNCHERS:
+            return range(2)
         for place, word in enumerate(self.words):
             if word.endswith(".py") and (self.folder / word).is_file():
                 return range(place, place + 1)
-        if self.words[0] == "-m":
-            return range(2)
-        raise UsageError(f"{self.text}: which word is the script? Name the whole changed command in quotes")
+        raise UsageError(f"{self.text}: which word is the script? Begin the change with -m and the launcher")
 
 
 def _same(new: str, old: str) -> str:
@@ -216,7 +222,9 @@ def changes_since(command: Command, facts: Mapping[str, Any]) -> list[str]:
     """Return what has changed since a command was recorded. Runs git there, whose settings can name programs."""
     changes, file = [], command.file
     assert file is not None
-    known = (facts.get("command") or {}).get("sha256")
+    recorded = facts.get("command") or {}
+    is_launched = recorded.get("script") and file.name == Path(recorded["script"]).name
+    known = recorded.get("script_sha256") if is_launched else recorded.get("sha256")
     if known and file_hash(file) != known:
         changes.append(f"{file.name} has changed since it was recorded; the predicted saving may not hold")
     before, now = facts.get("git") or {}, git_revision(file.parent) or {}

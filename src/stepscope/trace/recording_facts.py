@@ -12,7 +12,8 @@ class RecordingFacts(TypedDict, total=False):
     status: str  # `finished`, `failed`, or `interrupted` (killed, or still running)
     command: dict[str, Any]
     """`argv`, whether it ran as a `module`, the working `folder`, whether `--exit-after` was given, the `program` as
-    named and the `sha256` of its file; for a process that the program started, its own `script`."""
+    named and the `sha256` of its file; for a process that the program started, its own `script` and
+    `script_sha256`."""
     config: dict[str, Any]  # resolved settings: arguments, windows, tokens per step
     config_hash: str  # first 16 hex digits of the SHA-256 of `config`
     git: dict[str, Any] | None
@@ -96,7 +97,7 @@ SCHEMA: dict[str, Any] = {
     "status": TEXT,
     "command": {
         "argv?": [TEXT], "module~": FLAG, "folder?": TEXT, "exit_after?": PLAIN, "program?": TEXT, "sha256?": TEXT,
-        "script?": TEXT,
+        "script?": TEXT, "script_sha256~": TEXT,
     },
     "config": {"argv?": [TEXT], "windows?": _EACH_COUNT, "tokens_per_step~": COUNT, "*": PLAIN},
     "config_hash": TEXT,

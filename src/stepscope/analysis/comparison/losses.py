@@ -83,7 +83,9 @@ def check_losses(
         return LossCheck(NOT_COMPARED, "the loss is not finite without the change either", arithmetic, tolerance)
     share, step, first, second = _median_distance(before, after, moved)
     limit = tolerance + NOISE_FACTOR * noise
-    if arithmetic in (RESAMPLED, BY_HAND) and share > limit:
+    # Nobody knows that a change by hand draws other random numbers, so too few steps for means are no excuse.
+    has_means = arithmetic == RESAMPLED or (arithmetic == BY_HAND and num_steps >= _FEWEST)
+    if has_means and share > limit and all(math.isfinite(loss) for run in (*before, *after) for loss in run.values()):
         return _means(before, after, arithmetic, tolerance, noise)
     agrees = share <= limit + _allowed(moved, step)
     if agrees and moved:  # then the largest difference is worth reporting, however much of it is explained

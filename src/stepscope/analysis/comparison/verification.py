@@ -73,7 +73,7 @@ class Round:
 class Verified:
     """The result for one fix."""
 
-    fix: str  # as typed; of a change by hand, its name
+    fix: str  # as typed; of a change by hand, `NAME=FILE`
     status: str
     """`faster`, `slower`, `no difference shown`, `too few samples`; `wrong`: the losses differ; `failed`: the script
     does not run with it; `not applied`: it changed nothing; `not comparable`."""

@@ -31,11 +31,11 @@ _SMALL_BYTES = 1 << 20  # smaller messages are limited by latency, not bandwidth
 @rule
 def communication(case: Case) -> list[Finding]:
     """Do ranks communicate without computing at the same time?"""
-    calls = case.within(collectives(case.linked))
+    calls = collectives(case.linked)
     if calls.is_empty() and not case.has_gpu_work:
         raise Unavailable("There is neither a kernel of NCCL or RCCL in the trace nor a collective of gloo.")
-    if case.has_gpu_work:
-        calls = calls.filter(pl.col("event").is_in(case.replay.events))
+    is_typical = pl.col("event").is_in(case.replay.events)  # by their launch
+    calls = calls.filter(is_typical) if case.has_gpu_work else case.within(calls)
     if calls.is_empty():
         return []
     calls = calls.join(_waited(case), on="start_ns", how="left").with_columns(pl.col("wait_ns").fill_null(0))
@@ -242,7 +242,7 @@ def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
 _PARTS = {
     "data": "Fetching its batch",
     "forward": "Its forward",
-    "backward": "Its backward, without the waiting,",
+    "backward": "Its backward (without waiting)",
     "optimizer": "Its optimizer",
     "other": "What it does between the passes, such as making a batch,",
 }
@@ -265,5 +265,5 @@ def _cause_on_host(summaries: Sequence[RankSummary], rank: int, path: Path) -> t
     excess = {phase: own[f"{phase}_ns"][0] - others[f"{phase}_ns"][0] for phase in _PARTS}
     most = max(excess, key=lambda phase: excess[phase])
     took, usual = (duration(side[f"{most}_ns"][0], 3) for side in (own, others))
-    look = f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # then mend what that rank does"
+    look = f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # then fix what is slow there"
     return f"{_PARTS[most]} takes {took} (median of the others: {usual}).", look

@@ -39,7 +39,7 @@ def _loader_fix(case: Case, waited_ns: float) -> str:
             return (
                 "prepare the batches once and store them: there is one core, which workers would share with training"
             )
-        cheaper = ", or make these lines cheaper" if python_text(case, has_others=False) else ""
+        cheaper = ", or speed up the lines above" if python_text(case, has_others=False) else ""
         workers = f"DataLoader(..., num_workers={min(spare, 8)}, persistent_workers=True)"
         return f"{workers}  # now 0: training loads it{cheaper}"
     # Workers that are always busy give one batch per step: more of them, for a step without the wait.

@@ -311,7 +311,7 @@ class Tools:
         from stepscope.findings.fixes import parse_change
 
         change = parse_change(fix)
-        return fix if change.script is None else f"{change.text}={shlex.quote(self._script(change.script))}"
+        return fix if change.script is None else f"{change.finding}={shlex.quote(self._script(change.script))}"
 
     def _workload(self, workload: str) -> str:
         """Return a workload whose file, if it has one, is in the folder."""

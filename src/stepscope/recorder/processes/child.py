@@ -180,7 +180,7 @@ class Child:
         shared = json.loads((options.folder / files.RECORDING_FILE).read_bytes())
         facts = {name: shared[name] for name in SHARED_FACTS if name in shared}
         if sys.argv:  # the command may be a launcher's
-            facts["command"] |= {"script": str(sys.argv[0]), "sha256": file_hash(Path(sys.argv[0]))}
+            facts["command"] |= {"script": str(sys.argv[0]), "script_sha256": file_hash(Path(sys.argv[0]))}
         options = dataclasses.replace(options, folder=folder, windows=windows)
         session = session_of(options, facts, self._fixes, wall.tell if speaks and not options.is_quiet else None)
         self._pid = os.getpid()
