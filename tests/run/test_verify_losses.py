@@ -268,7 +268,7 @@ def test_a_change_by_hand_with_other_losses_is_wrong():
 
 @pytest.mark.parametrize("after", [math.nan, math.inf])
 def test_a_change_by_hand_that_loses_the_loss_is_wrong(after):
-    before = [{step: 1.0 for step in range(28)}] * 2
+    before = [dict.fromkeys(range(28), 1.0)] * 2
     found = check_losses(before, [{step: after if step > 9 else 1.0 for step in range(28)}], "by hand")
 
     assert (found.verdict, found.step, found.difference_share) == ("differ", 10, None)
@@ -276,7 +276,7 @@ def test_a_change_by_hand_that_loses_the_loss_is_wrong(after):
 
 def test_a_change_by_hand_has_no_excuse_in_a_few_steps():
     """Nobody knows that it draws other random numbers; where the data does, means of so few say nothing."""
-    sides = [{step: 1.0 for step in range(12)}], [{step: 50.0 for step in range(12)}]
+    sides = [dict.fromkeys(range(12), 1.0)], [dict.fromkeys(range(12), 50.0)]
 
     assert check_losses(*sides, "by hand").verdict == "differ"
     assert check_losses(*sides, "resampled").verdict == "not compared"
