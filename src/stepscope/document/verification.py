@@ -13,6 +13,7 @@ from stepscope.document.model import Document, Fact, Facts, Section
 from stepscope.formatting import average, duration, milliseconds, percent, plural, significant, size, whole_percent
 
 _LEAST_WARMUP_NS = 1e9
+_WORTH_SAYING = 0.01  # of the time of a run
 _ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order", "reduced": "lower precision",
             "resampled": "other random numbers in the data", "by hand": "a change by hand"}  # fmt: skip
 
@@ -56,7 +57,8 @@ def _sentence(each: Verified) -> str:
         return f"{each.fix} {'' if each.status == verify.FAILED else 'is '}{each.status}: {each.reason}"
     before, after = figure(change.base, change.unit), figure(change.new, change.unit)
     what = "a step takes" if each.saving_ns is not None else f"{METRICS[change.metric].title} are"
-    took = f"{what} {after} instead of {before}, {change_text(change)}"
+    left_out = ", waits for CPU cores left out" if each.others_share > _WORTH_SAYING else ""
+    took = f"{what} {after} instead of {before}, {change_text(change)}{left_out}"
     if each.status == verify.FASTER:
         return f"{each.fix} is faster: {took}."
     within = f" (95 % interval {interval_text(change)})" if each.status == NO_DIFFERENCE else ""

@@ -47,8 +47,8 @@ def is_pythons(file: str) -> bool:
 
 
 def place(frame: types.FrameType) -> str:
-    """Return `train.py:42`."""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    """Return `train.py:42`; the line of the function where an instruction has none."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno or frame.f_code.co_firstlineno}"
 
 
 def caller() -> str | None:

@@ -88,10 +88,14 @@ class Verified:
     left: Mapping[str, int] = field(default_factory=dict)  # what it did not change, and why
     products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Dtype → its share of a step's FLOPs, without and with the fix."""
-    warmup_extra_ns: float | None = None  # how much longer the warm-up takes: compiling, starting workers
+    warmup_extra_ns: float | None = None
+    """How much longer the warm-up takes: compiling, starting workers; 0 if runs with and without it overlap."""
     pays_after_steps: int | None = None  # steps until the fix makes up for that; null if it saves nothing
     peak_bytes: tuple[int, int] | None = None  # peak allocated memory without and with it; null without a GPU
     script: str | None = None  # the changed script, if the change was made by hand
+    others_share: float = 0.0
+    """The largest share of a run in which training waited for CPU cores that other processes used: left out of all
+    times."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,6 +143,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     losses = gate(replace(plan, arithmetic=NOT_COMPARABLE) if has_other_data else plan, before, after)
     known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
     known |= {"products": _products(rehearsed, first), "script": plan.script}
+    known["others_share"] = max((each.others_share for each in (*before, *after) if each.round), default=0.0)
     if unit is None:
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
     times = (steps_ns(before), steps_ns(after))
@@ -150,7 +155,8 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     if losses.verdict == DIFFER:
         status, reason = WRONG, "the losses differ"
     first_ns, second_ns = ([sum(s.wall_ns for s in each.window("warmup")) for each in side] for side in runs)
-    extra = float(median(second_ns)) - float(median(first_ns))
+    is_apart = max(first_ns) < min(second_ns) or max(second_ns) < min(first_ns)
+    extra = float(median(second_ns)) - float(median(first_ns)) if is_apart else 0.0
     saving = change.base - change.new if unit == "step" else None
     memory = [[each.facts.get("memory") or {} for each in side] for side in runs]
     peaks = [max((facts.get("peak_allocated_bytes") or 0 for facts in side), default=0) for side in memory]
