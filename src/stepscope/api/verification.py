@@ -27,6 +27,7 @@ RESULT_FILE = "verify.json"
 RESTLESS_SHARE = 0.1  # a warning is given if the medians of runs without a fix differ by more than this share
 LEAST_OTHERS_SHARE = 0.01  # of the time of a run
 FEWEST_WARMUP = 5
+NUM_WARMUP = 8
 NUM_CLEAN, MOST_CLEAN = 20, 500  # steps that are timed in a run
 MOST_NS = 20e9  # that they may take to include what happens between them
 TIMED_NS = 2e9  # of short steps, as many more: what else runs on a machine comes and goes within seconds
@@ -40,7 +41,7 @@ def verify(
     fix: str | Sequence[str],
     is_module: bool = False,
     rounds: int = 4,
-    warmup: int = 8,
+    warmup: int | None = None,
     clean: int | None = None,
     tolerance: float | None = None,
     timeout_s: float = 1800,
@@ -56,8 +57,8 @@ def verify(
     `target` is a recording, whose command is run again, or a script with its `arguments` (a module with `is_module`).
     A recording can come from anybody, so its command runs only with `yes=True`, or if the function `yes` returns True
     for it. `fix` is one or more ids of `stepscope list fixes`, or `NAME=SCRIPT`: a copy of the script, changed by
-    hand. Every run is a process of its own: `rounds` pairs of runs with `warmup` and `clean` timed steps each
-    (default 20, or as many as take 2 s). Losses may differ by the share `tolerance`. `on_line` receives what runs,
+    hand. Every run is a process of its own: `rounds` pairs of runs with `warmup` steps (default 8, or as many as
+    the recording has) and `clean` timed ones each (default 20, or as many as take 2 s). Losses may differ by the share `tolerance`. `on_line` receives what runs,
     `warn` what has changed since the recording. `on="ray"` or `"slurm"` runs the script on a node of a cluster, with
     the settings in `engine` (docs/engines.md).
 
@@ -79,7 +80,7 @@ def verify(
         raise UsageError(f"{rounds} rounds of {clean} timed steps: both must be at least 1")
     if not fix:
         raise UsageError("name a fix with --fix ID: `stepscope list fixes` lists them")
-    if warmup < FEWEST_WARMUP:
+    if warmup is not None and warmup < FEWEST_WARMUP:
         raise UsageError(f"--warmup {warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least")
     chosen = [parse_change(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
     if len({each.text for each in chosen}) < len(chosen):
@@ -115,7 +116,10 @@ def verify(
         )
         for each in chosen
     ]
-    options = Options(warmup=warmup, clean=num_clean or NUM_CLEAN, timeout_s=timeout_s)
+    recorded = None if session is None else (session.recording.facts.get("windows") or {}).get("warmup")
+    options = Options(
+        warmup=warmup or max(NUM_WARMUP, recorded or 0), clean=num_clean or NUM_CLEAN, timeout_s=timeout_s
+    )
     before, after = _run_all(command, commands, plans, folder, options, rounds, on_line, where, clean is None)
     first = before[0].recording
     assert first is not None

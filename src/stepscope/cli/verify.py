@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     _add_options_anywhere(parser)
     add, allowed = parser.add_argument, "allowed loss difference (default: depends on the fix)"
-    add("--warmup", type=positive, default=8, metavar="N", help="warm-up steps excluded from timing (default 8)")
+    warmup = "warm-up steps excluded from timing (default 8, or the recording's)"
+    add("--warmup", type=positive, metavar="N", help=warmup)
     add("--clean", type=positive, metavar="N", help="timed steps per run (default 20, or as many as take 2 s)")
     add("--tolerance", type=share, metavar="P%", help=allowed)
     add("--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)")

@@ -28,12 +28,16 @@ def script_frames(frame: types.FrameType | None = None) -> Iterator[types.FrameT
         file = frame.f_code.co_filename
         found = _is_script.get(file)
         if found is None:
-            ours = file.startswith(_OURS) and not file.startswith(_WORKLOADS)
             generated = file.startswith(("<frozen ", "<eval_with_key>")) or f"{os.sep}torchinductor_" in file
-            found = _is_script[file] = not (ours or generated or file.startswith(_TORCH))
+            found = _is_script[file] = not (is_ours(file) or generated or file.startswith(_TORCH))
         if found:
             yield frame
         frame = frame.f_back
+
+
+def is_ours(file: str) -> bool:
+    """Return whether a file belongs to Stepscope, other than a model that it comes with."""
+    return file.startswith(_OURS) and not file.startswith(_WORKLOADS)
 
 
 def is_library(file: str) -> bool:

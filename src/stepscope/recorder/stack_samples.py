@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from stepscope.recorder.frames import is_library, is_pythons, place, script_frames
+from stepscope.recorder.frames import is_library, is_ours, is_pythons, place, script_frames
 
 PERIOD_S = 0.002
 MOST_LINES = 40
@@ -92,7 +92,10 @@ class StackSampler:
 
 
 def line_of(frame: FrameType) -> str | None:
-    """Return the line that a stack is at, as `train.py:42 encode`; None if it is of no script and no package."""
+    """Return the line that a stack is at, as `train.py:42 encode`; None if it is of no script and no package, or in
+    Stepscope, which prepares the trace."""
+    if is_ours(frame.f_code.co_filename):
+        return None
     packages: list[FrameType] = []
     for each in script_frames(frame):
         file = each.f_code.co_filename

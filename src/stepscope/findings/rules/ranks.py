@@ -12,8 +12,11 @@ from stepscope.analysis.ranks.collectives import collectives, collectives_by_siz
 from stepscope.analysis.ranks.network import timed_transfers, transfers
 from stepscope.analysis.ranks.rank_account import AcrossRanks, RankSummary
 from stepscope.analysis.structure.intervals import length_ns, union
+from stepscope.analysis.time.phases import phase_of
+from stepscope.errors import RecordingError
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, size, whole_percent
+from stepscope.trace.recording import read_recording
 
 _FIXES = {
     "all_reduce": "DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True); with "
@@ -109,7 +112,7 @@ def stragglers(case: Case) -> list[Finding]:
     worst = ranks.row(0, named=True)
     whole_ns = int(ranks["wait_ns"].sum())
     late = calls.filter(pl.col("last_rank") == worst["rank"], pl.col("is_certain"))
-    num_steps = max(1, calls["step"].n_unique())
+    num_steps = max(1, calls["step"].drop_nulls().n_unique())
     if not whole_ns or worst["caused_wait_ns"] < _CAUSED_SHARE * whole_ns or late.height * 2 < calls.height:
         return _slow_network(case, num_steps)
     # This rank's kernels in the delayed collectives.
@@ -119,6 +122,9 @@ def stragglers(case: Case) -> list[Finding]:
     # What is saved if the last rank arrives together with the second to last.
     waiting = own.filter(pl.col("last_rank") != case.rank)
     saving_ns = _lead_ns(across, late) / num_steps  # for the late rank, which waits for no other
+    clean = None if case.has_gpu_work else _clean_times(case.analysis.summaries)
+    if clean is not None:  # the profiler makes ranks late, too
+        saving_ns = min(saving_ns, max(0.0, float(_excess(clean, worst["rank"]).sum())))
     if waiting.height and case.has_gpu_work:
         waiting = waiting.filter(pl.col("event").is_in(case.replay.events))
         shorter = waiting.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
@@ -128,14 +134,16 @@ def stragglers(case: Case) -> list[Finding]:
     waited_ns = _waited_ns(across, worst["rank"]) / num_steps
     is_every_step = late["step"].n_unique() == num_steps
     why, fix = (_cause(across.table, worst["rank"], case.path) if case.has_gpu_work else
-                _cause_on_host(case.analysis.summaries, worst["rank"], case.path))  # fmt: skip
+                _cause_on_host(clean if clean is not None else _own_times(case.analysis.summaries), worst["rank"],
+                               case.path))  # fmt: skip
     once = "" if num_steps > 1 else " Only one step was traced; starting the profiler may have delayed that rank."
     if case.has_gpu_work:
         times = Evidence(
             "GPU time by rank", across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
         )
     else:
-        times = Evidence("host time by rank", _own_times(case.analysis.summaries).to_dicts())
+        of_host = clean if clean is not None else _own_times(case.analysis.summaries)
+        times = Evidence("host time by rank", of_host.to_dicts())
     return one_finding(
         sentence=f"Rank {worst['rank']} arrives last at {late.height} of {plural(calls.height, 'collective')} and "
         f"causes {whole_percent(worst['caused_wait_ns'] / whole_ns)} of all waiting: each other rank waits "
@@ -143,7 +151,8 @@ def stragglers(case: Case) -> list[Finding]:
         fix=fix,
         saving_ns=saving_ns,
         derived=("the step replayed with these collectives shorter by" if case.has_gpu_work else "the sum of")
-        + " the time from the second to last rank's arrival to the last; equally fast ranks would save more",
+        + " the time from the second to last rank's arrival to the last"
+        + ("; equally fast ranks would save more" if clean is None else ", at most what its clean steps take longer"),
         rows=() if case.has_gpu_work else _OF_LATE_RANK if case.rank == worst["rank"] else (_WAITING,),
         confidence="low" if num_steps == 1 else "high" if is_every_step else "medium",
         places=case.places(own["event"]),
@@ -258,12 +267,40 @@ def _own_times(summaries: Sequence[RankSummary]) -> pl.DataFrame:
     return pl.DataFrame(rows).rename({phase: f"{phase}_ns" for phase in _PARTS})
 
 
-def _cause_on_host(summaries: Sequence[RankSummary], rank: int, path: Path) -> tuple[str, str]:
-    """Return which part of the late rank's step is longer than in the others, and the fix."""
-    times = _own_times(summaries)
+def _clean_times(summaries: Sequence[RankSummary]) -> pl.DataFrame | None:
+    """Return each rank's host time per clean step by phase, without the backward, in which ranks wait; None unless
+    every trace is in a recording with clean steps."""
+    rows = []
+    for each in summaries:
+        try:
+            clean = read_recording(Path(each.path).parent.parent).window("clean")
+        except RecordingError:
+            return None
+        if not clean:
+            return None
+        belongs, sums = phase_of(clean), dict.fromkeys(_PARTS, 0)
+        for sample in clean:
+            for name, ns in sample.host_ns.items():
+                if belongs.get(name) in sums:
+                    sums[belongs[name]] += ns
+        own = {f"{phase}_ns": ns / len(clean) for phase, ns in sums.items() if phase != "backward"}
+        rows.append({"rank": each.rank, **own})
+    return pl.DataFrame(rows)
+
+
+def _excess(times: pl.DataFrame, rank: int) -> pl.Series:
+    """Return how much longer each part of a rank's step is than in the others."""
     own, others = times.filter(pl.col("rank") == rank), times.filter(pl.col("rank") != rank).median()
-    excess = {phase: own[f"{phase}_ns"][0] - others[f"{phase}_ns"][0] for phase in _PARTS}
-    most = max(excess, key=lambda phase: excess[phase])
-    took, usual = (duration(side[f"{most}_ns"][0], 3) for side in (own, others))
+    parts = [name for name in times.columns if name != "rank"]
+    return pl.Series([own[name][0] - others[name][0] for name in parts])
+
+
+def _cause_on_host(times: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
+    """Return which part of the late rank's step is longer than in the others, and the fix."""
+    own, others = times.filter(pl.col("rank") == rank), times.filter(pl.col("rank") != rank).median()
+    parts = [name for name in times.columns if name != "rank"]
+    column = parts[int(_excess(times, rank).arg_max() or 0)]
+    most = column.removesuffix("_ns")
+    took, usual = (duration(side[column][0], 3) for side in (own, others))
     look = f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # then fix what is slow there"
     return f"{_PARTS[most]} takes {took} (median of the others: {usual}).", look
