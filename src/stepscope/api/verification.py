@@ -57,10 +57,10 @@ def verify(
     `target` is a recording, whose command is run again, or a script with its `arguments` (a module with `is_module`).
     A recording can come from anybody, so its command runs only with `yes=True`, or if the function `yes` returns True
     for it. `fix` is one or more ids of `stepscope list fixes`, or `NAME=SCRIPT`: a copy of the script, changed by
-    hand. Every run is a process of its own: `rounds` pairs of runs with `warmup` steps (default 8, or as many as
-    the recording has) and `clean` timed ones each (default 20, or as many as take 2 s). Losses may differ by the share `tolerance`. `on_line` receives what runs,
-    `warn` what has changed since the recording. `on="ray"` or `"slurm"` runs the script on a node of a cluster, with
-    the settings in `engine` (docs/engines.md).
+    hand. Every run is a process of its own: `rounds` pairs of runs with `warmup` steps (default 8, or as many as the
+    recording has) and `clean` timed ones each (default 20, or as many as take 2 s). Losses may differ by the share
+    `tolerance`. `on_line` receives what runs, `warn` what has changed since the recording. `on="ray"` or `"slurm"`
+    runs the script on a node of a cluster, with the settings in `engine` (docs/engines.md).
 
     >>> verify("runs/baseline", fix="unfused_optimizer", yes=True).fixes[0].status  # doctest: +SKIP
     """
