@@ -269,7 +269,9 @@ def _need_like_devices(attempts: Sequence[Attempt]) -> None:
 def need_timed(unchanged: Attempt, options: Options) -> None:
     """Raise StepscopeError unless a run of the unchanged script has timed steps."""
     if unchanged.failure is not None or unchanged.recording is None:
-        raise StepscopeError(f"the script fails without a fix: {unchanged.failure}")
+        is_option = "unrecognized argument" in str(unchanged.failure)
+        hint = " (options of verify go before the script)" if is_option else ""
+        raise StepscopeError(f"the script fails without a fix: {unchanged.failure}{hint}")
     if not unchanged.recording.window("clean"):
         raise StepscopeError(
             f"the script ended after {len(unchanged.recording.samples)} steps, before any was timed. Let it run "
