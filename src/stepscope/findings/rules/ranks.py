@@ -12,11 +12,9 @@ from stepscope.analysis.ranks.collectives import collectives, collectives_by_siz
 from stepscope.analysis.ranks.network import timed_transfers, transfers
 from stepscope.analysis.ranks.rank_account import AcrossRanks, RankSummary
 from stepscope.analysis.structure.intervals import length_ns, union
-from stepscope.analysis.time.phases import phase_of
-from stepscope.errors import RecordingError
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.formatting import duration, plural, size, whole_percent
-from stepscope.trace.recording import read_recording
+from stepscope.session.rank_times import clean_times
 
 _FIXES = {
     "all_reduce": "DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True); with "
@@ -122,7 +120,7 @@ def stragglers(case: Case) -> list[Finding]:
     # What is saved if the last rank arrives together with the second to last.
     waiting = own.filter(pl.col("last_rank") != case.rank)
     saving_ns = _lead_ns(across, late) / num_steps  # for the late rank, which waits for no other
-    clean = None if case.has_gpu_work else _clean_times(case.analysis.summaries)
+    clean = None if case.has_gpu_work else clean_times(case.analysis.summaries)
     if clean is not None:  # the profiler makes ranks late, too
         saving_ns = min(saving_ns, max(0.0, float(_excess(clean, worst["rank"]).sum())))
     if waiting.height and case.has_gpu_work:
@@ -265,27 +263,6 @@ def _own_times(summaries: Sequence[RankSummary]) -> pl.DataFrame:
         own = {phase: each.host_ns.get(phase, 0.0) for phase in _PARTS}
         rows.append({"rank": each.rank, **own, "backward": max(0.0, own["backward"] - waited_ns)})
     return pl.DataFrame(rows).rename({phase: f"{phase}_ns" for phase in _PARTS})
-
-
-def _clean_times(summaries: Sequence[RankSummary]) -> pl.DataFrame | None:
-    """Return each rank's host time per clean step by phase, without the backward, in which ranks wait; None unless
-    every trace is in a recording with clean steps."""
-    rows = []
-    for each in summaries:
-        try:
-            clean = read_recording(Path(each.path).parent.parent).window("clean")
-        except RecordingError:
-            return None
-        if not clean:
-            return None
-        belongs, sums = phase_of(clean), dict.fromkeys(_PARTS, 0)
-        for sample in clean:
-            for name, ns in sample.host_ns.items():
-                if belongs.get(name) in sums:
-                    sums[belongs[name]] += ns
-        own = {f"{phase}_ns": ns / len(clean) for phase, ns in sums.items() if phase != "backward"}
-        rows.append({"rank": each.rank, **own})
-    return pl.DataFrame(rows)
 
 
 def _excess(times: pl.DataFrame, rank: int) -> pl.Series:
