@@ -214,6 +214,14 @@ def test_a_loss_that_jumps(tmp_path, end, word):
     assert row["step"] == near(1300) and word in finding.sentence
 
 
+@pytest.mark.parametrize("loss", [0.1, 0.5])
+def test_a_hard_batch_where_the_data_has_been_learned_is_no_jump(tmp_path, loss):
+    run = run_of(None, load(write_history(tmp_path, Run(num_steps=NUM))))
+    losses = [loss if step == 1_500 else 4.0 * math.exp(-step / 100) + 1e-4 for step in range(NUM)]
+    track = Track(range(NUM), [step * 10**9 for step in range(NUM)], losses)
+    assert bool(loss_anomaly_findings(replace(run, tracks={"loss": track}))) == (loss > 0.05 * 4.0)
+
+
 def test_a_gradient_scaler_that_doubles_is_no_jump(tmp_path):
     assert found(tmp_path, loss=lambda step: (3.0 - step / NUM) * (2 if step >= 1000 else 1)) == {}
 

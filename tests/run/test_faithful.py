@@ -264,24 +264,50 @@ def test_the_scripts_own_excepthook_is_called_with_its_own_frames(lab):
     assert (run.exit_code, run.stderr) == (1, "")
 
 
-def test_ctrl_c_writes_what_there_is_and_ends_as_python_does(lab):
+WAIT = "time.sleep(100)"
+AS_LIGHTNING = """
+        try:
+            time.sleep(100)
+        except KeyboardInterrupt:
+            exit(1)
+"""
+AS_TORCHRUN = """
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        def ends(number, frame):
+            raise SignalException("got signal", sigval=signal.Signals(number))
+        signal.signal(signal.SIGINT, ends)
+        print("ready", flush=True)
+        time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "code", "last"),
+    [
+        (WAIT, -signal.SIGINT, "KeyboardInterrupt"),
+        (AS_LIGHTNING, 1, None),
+        (AS_TORCHRUN, 1, "torch.distributed.elastic.multiprocessing.api.SignalException: got signal"),
+    ],
+)
+def test_ctrl_c_writes_what_there_is_and_ends_as_python_does(lab, wait, code, last):
     script = lab.script(
-        """
-        import time
+        f"""
+        import signal, time
         from tiny import *
         for step in range(10):
             train_step()
         print("ready", flush=True)
-        time.sleep(100)
+        {wait}
         """
     )
     with script.popen("-m", "stepscope", "run", "-o", "recording", "--quiet", "train.py") as process:
-        assert process.stdout.readline() == "ready\n"
+        for _ in range(wait.count("ready") + 1):
+            assert process.stdout.readline() == "ready\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
-    assert stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert process.returncode == code
+    assert last is None or stderr.splitlines()[-1] == last
     card = json.loads(script.verb("show", "recording", "--json").stdout)
     assert (card["status"], card["num_steps"]) == ("interrupted", 10)
 

@@ -31,6 +31,7 @@ BY = {
     "phase": "by phase", "module": "by module", "kernel_class": "by kernel class", "op": "by op",
     "memory": "by what is alive at the peak", "trace": "where it comes from in a trace",
 }  # fmt: skip
+_TWO_TIMES = "The step time is that of a typical step, the rate that of the whole loop, with slow steps and pauses."
 _LEAST_SHARE_OF_LARGEST = 0.01  # rows that moved less than this share of the one that moved most are shown as one
 
 
@@ -44,7 +45,7 @@ def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
     if not is_one:
         first.append(_points(comparison))
     elif pairs[0].changes:
-        first.append(_metrics(pairs[0]))
+        first.append(_metrics(pairs[0], comparison.kind))
     only = {"base": comparison.only_in_base, "new": comparison.only_in_new}
     alone = tuple(Fact(f"only in {side}", ", ".join(names)) for side, names in only.items() if names)
     first += [Facts(alone, "points without a counterpart")] if alone else []
@@ -118,8 +119,8 @@ def _pair_sentence(pair: Pair, comparison: Comparison) -> str:
     tested = f"95 % interval {interval_text(change)}, {p_text(change.p_value or 0.0)}"
     tested += f", {counts} runs" if unit == RUNS else ""
     however = _however(pair, change)
-    if change.verdict == DISTURBED:
-        return f"Cannot tell: {took} ({tested}). {_disturbed(change)}"
+    if change.verdict == DISTURBED:  # a rank test of single steps says nothing about the others on the cores
+        return f"Cannot tell: {took} (95 % interval {interval_text(change)}). {_disturbed(change)}"
     if change.verdict == NO_DIFFERENCE:
         return f"No difference shown: {took} ({tested}). {_why_none(change, comparison.threshold_share)}{however}"
     return f"{change.verdict.capitalize()}: {took} ({tested}){_largest_part(pair)}.{however}"
@@ -179,13 +180,16 @@ def _gates(comparison: Comparison) -> Table:
     return _table("gates", f"Gates: {_counts(statuses)}", titles, rows, note=note, below=("reason",))
 
 
-def _metrics(pair: Pair) -> Table:
+def _metrics(pair: Pair, kind: str) -> Table:
     rows = []
     for change in pair.changes:
         base, new = figure(change.base, change.unit), figure(change.new, change.unit)
         title, interval = METRICS[change.metric].title, interval_text(change)
         rows.append((title, base, new, change_text(change), change.verdict, interval))
-    return _table("metrics", "Metrics", ("metric", "base", "new", "change", "verdict", "95 % interval"), rows)
+    has_rate = any(pair.change(f"{unit}_per_second") for unit in ("tokens", "samples"))
+    note = _TWO_TIMES if kind == "recording" and has_rate and pair.change("step_time") else ""
+    titles = ("metric", "base", "new", "change", "verdict", "95 % interval")
+    return _table("metrics", "Metrics", titles, rows, note=note)
 
 
 def _points(comparison: Comparison) -> Table:

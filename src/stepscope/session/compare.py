@@ -20,10 +20,7 @@ from stepscope.trace.kind import Kind
 _NAMES = {Kind.RECORDING: "recording", Kind.SWEEP: "bench", Kind.TRACE: "trace", Kind.RANKS: "trace"}
 """What can be compared, by the name that a comparison calls it."""
 _IN_WORDS = {"recording": "a recording", "bench": "a bench result", "trace": "a trace"}
-NO_MEMORY = (
-    "{folder} has no memory window, as after a run with --no-memory or one that ended early. "
-    "Record one with `stepscope run train.py`"
-)
+NO_MEMORY = "no memory window: stepscope run records one, unless --no-memory is given or the run ends before"
 
 
 def open_sides(
@@ -120,7 +117,7 @@ def _recording(session: Session) -> Subject:
         if session.has_memory_window:
             account = session.memory.account
         else:
-            missing["memory"] = NO_MEMORY.format(folder=session.path)
+            missing["memory"] = NO_MEMORY
     except StepscopeError as error:
         missing["memory"] = str(error)
     others_share = session.run.share_of_others([sample.step for sample in recording.window("clean")])

@@ -20,6 +20,9 @@ _LEAST_FACTOR = 1.3
 _LARGE_FACTOR, _LARGE_RISES, _FEWEST_BEFORE = 20.0, 3.0, 8
 _LEAST_DEVIATIONS = 20.0  # for losses that may be negative: their noise has no scale of its own
 _NEW_LEVEL = 10  # so many in a row are no spike
+# A loss that soon falls again undoes nothing as long as it stays below this share of the first losses: where a model
+# has learned its data, a single hard batch is many times the others.
+_LEAST_OF_FIRST = 0.05
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def _spikes(losses: list[tuple[int, float]], is_apart: list[bool]) -> list[Spike
     before = _Before(is_positive)
     found: list[Spike] = []
     above: list[int] = []  # the last ones in a row that are too high
+    least = _LEAST_OF_FIRST * median(loss for _, loss in losses[:_LAST]) if is_positive and losses else -math.inf
     for i, value in enumerate(values):
         if before.is_far_below(value):
             above.append(i)
@@ -99,7 +103,8 @@ def _spikes(losses: list[tuple[int, float]], is_apart: list[bool]) -> list[Spike
             above = []
             continue
         if above:
-            found.append(_spike(losses, above, before.level, is_positive, lasts=False))
+            spike = _spike(losses, above, before.level, is_positive, lasts=False)
+            found += [spike] if spike.loss >= least else []
             above = []
         if is_apart[i]:
             before.add(value)

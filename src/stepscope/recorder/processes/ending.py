@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,27 @@ def ending(error: BaseException | None) -> tuple[str, dict[str, Any]]:
         code = error.code
         facts["exit_code"] = code if isinstance(code, int) else int(code is not None)
         status = files.STATUS_FAILED if facts["exit_code"] else files.STATUS_FINISHED
+        if facts["exit_code"] and isinstance(error.__context__, KeyboardInterrupt):  # as Lightning ends on Ctrl-C
+            status = files.STATUS_INTERRUPTED
+    elif getattr(error, "sigval", None) == signal.SIGINT:  # as torchrun ends on Ctrl-C
+        status, facts["exit_code"] = files.STATUS_INTERRUPTED, 1
     elif error is not None:
         status, facts["exit_code"] = files.STATUS_FAILED, 1
-        facts["exception"] = f"{type(error).__name__}: {message(error)}"[:500]
+        facts["exception"] = f"{type(error).__name__}: {_in_one_line(message(error))}"[:500]
     processes = sys.modules.get("multiprocessing.process")
     # Written as count(4) before the fourth: taking a number would rename the script's next process.
     counter = repr(processes._process_counter) if processes else "count(1)"
     facts["num_child_processes"] = int(counter.strip("count()")) - 1
     return status, facts
+
+
+def _in_one_line(text: str) -> str:
+    """Return the text without its line breaks and ruled lines.
+
+    >>> _in_one_line("=====\\ntrain.py FAILED\\n-----\\nRoot cause:  rank 1")
+    'train.py FAILED Root cause: rank 1'
+    """
+    return " ".join(" ".join(line for line in text.splitlines() if line.strip(" =-")).split())
 
 
 LOCK_FILE = ".adopting"
