@@ -4,10 +4,16 @@ What lies beside a trace came with the trace, from anybody. So everything that S
 `$STEPSCOPE_CACHE`, `$XDG_CACHE_HOME/stepscope` or `~/.cache/stepscope`.
 """
 
+import hashlib
+import json
 import os
 import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+_COMMANDS = "commands"  # a file for each that this user has run
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -50,3 +56,23 @@ def read_own(path: Path) -> bytes:
     if not stat.S_ISREG(check_own(path).st_mode):
         raise OSError(f"{path} is not a file")  # and reading a pipe would block
     return path.read_bytes()
+
+
+def note_command(command: Mapping[str, Any]) -> None:
+    """Note that this user runs a command, as a recording names it; without a cache folder, nothing is noted."""
+    with suppress(OSError, RuntimeError):
+        (own_folder(_COMMANDS, create=True) / _command_name(command)).touch(mode=0o600)
+
+
+def has_run(command: Mapping[str, Any]) -> bool:
+    """Return whether this user has run the command that a recording names, in the same folder."""
+    try:
+        read_own(own_folder(_COMMANDS) / _command_name(command))
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
+def _command_name(command: Mapping[str, Any]) -> str:
+    words = [command.get(name) for name in ("folder", "argv", "module", "program")]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()

@@ -6,8 +6,13 @@ import argparse
 import hashlib
 import io
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +25,8 @@ from stepscope.errors import RecordingError, StepscopeError, UsageError
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding
 from stepscope.render.terminal import terminal_text
-from stepscope.sweep.record_runs import Command, Options, changes_since, recorded_command, run_again
+from stepscope.sweep.record_runs import Command, Options, changes_since, recorded_command, run_again, run_process
+from stepscope.user_cache import has_run, note_command
 
 
 def parsed(*words):
@@ -157,9 +163,15 @@ def test_on_a_terminal_the_user_is_asked(shipped, capsys, monkeypatch, answer):
     assert not (shipped.parent / "mark").exists()
 
 
-@pytest.mark.parametrize("how", ["yes", "terminal", "function"])
+@pytest.mark.parametrize("how", ["yes", "terminal", "function", "ran here before"])
 def test_the_command_runs_if_told(shipped, monkeypatch, how):
     """It fails, because it never trains: what counts is that it ran."""
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(shipped.parent / "cache"))
+    command = json.loads((shipped / "recording.json").read_text())["command"]
+    note_command({**command, "argv": [*command["argv"], "more"]})
+    assert not has_run(command)
+    if how == "ran here before":
+        note_command(command)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     monkeypatch.setattr("stepscope.cli.verify.is_terminal", lambda stream: how == "terminal")
     monkeypatch.chdir(shipped.parent)
@@ -240,3 +252,48 @@ def test_a_change_by_hand_is_proven_by_verify_if_the_script_is_known():
     assert cards["full_logits"].startswith("stepscope verify 'runs/my run' --fix full_logits=CHANGED.py")
     for name in ("drift", "other_process"):  # not in twenty steps, and not in the script
         assert cards[name].startswith(f"stepscope run -o runs/without-{name} train.py --lr 3 && stepscope compare")
+
+
+RANKS = """
+import subprocess, sys, time
+rank = [sys.executable, "-c", "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(100)"]
+subprocess.Popen(rank, start_new_session=True)  # as torchrun starts its ranks
+time.sleep(100)
+"""
+
+
+def ends(pid: str) -> bool:
+    """Whether a process that was killed is gone, or waits for its parent only."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes of a launcher are found in /proc")
+def test_ranks_of_a_launcher_end_with_its_run(tmp_path):
+    words = [sys.executable, "-c", RANKS]
+
+    failure = run_process(words, tmp_path, os.environ, tmp_path / "log.txt", timeout_s=5)
+
+    assert failure is not None and failure.is_timeout
+    assert ends((tmp_path / "rank").read_text())
+
+
+def test_sigterm_ends_a_run_too(tmp_path):
+    """As `timeout` sends it to verify, which waits for a run."""
+    rank = tmp_path / "rank"
+
+    def end() -> None:
+        while not (rank.exists() and rank.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_process([sys.executable, "-c", RANKS], tmp_path, os.environ, tmp_path / "log.txt", timeout_s=60)
+    thread.join()
+    assert ends(rank.read_text())

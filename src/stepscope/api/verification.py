@@ -30,7 +30,7 @@ FEWEST_WARMUP = 5
 NUM_WARMUP = 8
 NUM_CLEAN, MOST_CLEAN = 20, 500  # steps that are timed in a run
 MOST_NS = 20e9  # that they may take to include what happens between them
-TIMED_NS = 2e9  # of short steps, as many more: what else runs on a machine comes and goes within seconds
+TIMED_NS = 3e9  # of short steps, as many more: what else runs on a machine comes and goes within seconds
 WITHOUT = "without"  # the runs of the unchanged script
 Say = Callable[[str], None]
 
@@ -55,12 +55,13 @@ def verify(
     """Return what fixes save, like `stepscope verify`: `.fixes[0].status`, `.change` and `.losses`.
 
     `target` is a recording, whose command is run again, or a script with its `arguments` (a module with `is_module`).
-    A recording can come from anybody, so its command runs only with `yes=True`, or if the function `yes` returns True
-    for it. `fix` is one or more ids of `stepscope list fixes`, or `NAME=SCRIPT`: a copy of the script, changed by
-    hand. Every run is a process of its own: `rounds` pairs of runs with `warmup` steps (default 8, or as many as the
-    recording has) and `clean` timed ones each (default 20, or as many as take 2 s). Losses may differ by the share
-    `tolerance`. `on_line` receives what runs, `warn` what has changed since the recording. `on="ray"` or `"slurm"`
-    runs the script on a node of a cluster, with the settings in `engine` (docs/engines.md).
+    A recording can come from anybody: a command that this user has not run under Stepscope before runs only with
+    `yes=True`, or if the function `yes` returns True for it. `fix` is one or more ids of `stepscope list fixes`, or
+    `NAME=SCRIPT`: a copy of the script, changed by hand. Every run is a process of its own: `rounds` pairs of runs
+    with `warmup` steps (default 8, or as many as the recording has) and `clean` timed ones each (default 20, or as
+    many as take 3 s). Losses may differ by the share `tolerance`. `on_line` receives what runs, `warn` what has
+    changed since the recording. `on="ray"` or `"slurm"` runs the script on a node of a cluster, with the settings in
+    `engine` (docs/engines.md).
 
     >>> verify("runs/baseline", fix="unfused_optimizer", yes=True).fixes[0].status  # doctest: +SKIP
     """
@@ -74,6 +75,7 @@ def verify(
     from stepscope.session import open_session
     from stepscope.sweep.engines.start import where_of
     from stepscope.sweep.record_runs import Options, changes_since, recorded_command, script_command
+    from stepscope.user_cache import has_run
 
     where = where_of(on, engine)
     if rounds < 1 or (clean is not None and clean < 1):
@@ -96,7 +98,8 @@ def verify(
         command = script_command([os.fspath(target), *arguments], is_module)
     commands = {each.text: command.changed(each.finding, each.script) for each in chosen if each.script is not None}
     if session is not None:
-        _need_consent(Path(target), command, yes)
+        if not has_run(session.recording.facts.get("command") or {}):
+            _need_consent(Path(target), command, yes)
         warnings = changes_since(command, session.recording.facts)
     num_clean = clean
     if session is not None:
@@ -118,9 +121,14 @@ def verify(
     ]
     recorded = None if session is None else (session.recording.facts.get("windows") or {}).get("warmup")
     options = Options(
-        warmup=warmup or max(NUM_WARMUP, recorded or 0), clean=num_clean or NUM_CLEAN, timeout_s=timeout_s
+        warmup=warmup or max(NUM_WARMUP, recorded or 0), clean=num_clean or NUM_CLEAN, timeout_s=timeout_s, free=0
     )
-    before, after = _run_all(command, commands, plans, folder, options, rounds, on_line, where, clean is None)
+    try:
+        before, after = _run_all(command, commands, plans, folder, options, rounds, on_line, where, clean is None)
+    except KeyboardInterrupt:
+        if warn is not None and folder.exists():
+            warn(f"the runs so far are in {folder}")
+        raise
     first = before[0].recording
     assert first is not None
     environment = first.facts.get("environment") or {}
@@ -227,21 +235,21 @@ def _run_all(
     after: dict[str, list[Attempt]] = {plan.fix: [] for plan in plans}
     with where.open(folder, default_device(), on_line or (lambda line: None), keeps_node=True) as server:
         engine = server if isinstance(server, Engine) else None
-        took_s: list[float] = []  # runs of rounds, as far as they are done
+        took_s: dict[bool, list[float]] = {False: [], True: []}  # runs of the rehearsal, and of rounds
 
         def run(name: str, number: int, names: Sequence[str]) -> Attempt:
             began_s = time.monotonic()
             if on_line is not None:
                 turn = f"round {number} of {num_rounds}" if number else "rehearsal"
-                num_left = (num_rounds - number) * len(names) + len(names) - names.index(name)
-                left = f", about {elapsed(num_left * fmean(took_s))} left" if took_s else ""
+                num_left = (num_rounds - number + 1) * len(names) - names.index(name)
+                known_s = took_s[True] or took_s[False]
+                left = f", about {elapsed(num_left * fmean(known_s))} left" if known_s else ""
                 on_line(f"{turn}: {'' if name == WITHOUT else 'with '}{name}{left}")
             fix = None if name == WITHOUT or name in changed else name
             output = folder / f"{name}-{number}"
             done = attempt(changed.get(name, command), output, number, fix, options, not number, engine=engine)
             _need_like_devices([*before, done])
-            if number:
-                took_s.append(time.monotonic() - began_s)
+            took_s[number > 0].append(time.monotonic() - began_s)
             return done
 
         for number in range(num_rounds + 1):
@@ -249,8 +257,10 @@ def _run_all(
                 num_timed = round(TIMED_NS / steps_ns(before, 0)[0])
                 options = replace(options, clean=max(options.clean, min(num_timed, MOST_CLEAN)))
             tried = [plan.fix for plan in plans if not number or refusal(plan, before[0], after[plan.fix]) is None]
-            for name in (WITHOUT, *tried):
-                after.get(name, before).append(run(name, number, (WITHOUT, *tried)))
+            # Every other round is the other way around: what drifts is not always later.
+            names = (WITHOUT, *tried) if number % 2 or not number else (*reversed(tried), WITHOUT)
+            for name in names:
+                after.get(name, before).append(run(name, number, names))
                 need_timed(before[-1], options)
     return before, after
 

@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", action="store_true", help="record the source line of every allocation")
     add("--no-memory", action="store_true", help="skip the memory and FLOPs window")
     add("--exit-after", action="store_true", help="stop the script when the measurement is complete")
+    free = "with --exit-after: steps after the windows (default: until the throughput is known, 20 or more)"
+    add("--free", type=int, metavar="N", help=free)
     add("--inference", action="store_true", help="count each forward pass as a step (no training)")
     add("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
     add(
@@ -97,6 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
             repeat=arguments.repeat,
             trace_slowest=arguments.trace_ranks == SLOWEST,
             memory=0 if arguments.no_memory else 1,
+            free=arguments.free,
         )
         for condition in arguments.when:
             parse(condition)
@@ -182,6 +185,7 @@ class _Run:
         from stepscope.recorder.processes.options import Options
         from stepscope.recorder.processes.start import pass_on
         from stepscope.recorder.run_facts import file_hash, run_facts
+        from stepscope.user_cache import note_command
 
         fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
         if fix is not None:
@@ -204,6 +208,7 @@ class _Run:
             program=(self._arguments.module or self._arguments.script)[0],
             sha256=file_hash(Path(program.file)),
         )
+        note_command(self._facts["command"])
         self._write(files.STATUS_INTERRUPTED)
         if self._targets:
             from stepscope.trackers.follow import LiveLog

@@ -1,7 +1,7 @@
 """Measure whether a fix pays off: alternate runs with and without it, and compare step times and losses.
 
-TARGET is a script with its arguments, or a recording, whose command is run again in the same folder. The command of a
-recording is shown first, and you are asked; --yes runs it without asking. A fix is applied from outside, in a fresh
+TARGET is a script with its arguments, or a recording, whose command is run again in the same folder. A command that
+you have not run under stepscope run yourself is shown first, and you are asked; --yes runs it without asking. A fix is applied from outside, in a fresh
 process under stepscope run; the script itself does not change. Each variant first runs once untimed, as a rehearsal:
 a fix that changes nothing is reported as "not applied". Then come N timed rounds, each with one run without and one
 with the fix. Step times are compared as in stepscope compare, and losses step by step. The result is shown next to
@@ -48,7 +48,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add, allowed = parser.add_argument, "allowed loss difference (default: depends on the fix)"
     warmup = "warm-up steps excluded from timing (default 8, or the recording's)"
     add("--warmup", type=positive, metavar="N", help=warmup)
-    add("--clean", type=positive, metavar="N", help="timed steps per run (default 20, or as many as take 2 s)")
+    add("--clean", type=positive, metavar="N", help="timed steps per run (default 20, or as many as take 3 s)")
     add("--tolerance", type=share, metavar="P%", help=allowed)
     add("--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)")
     add_engine_arguments(parser)

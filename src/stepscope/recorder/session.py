@@ -281,7 +281,7 @@ class Session:
         if self._loop.finder.source == FORWARD and not self._infers():
             return False  # this may be an evaluation before the training
         num_free, free_ns = self._step - self._windows.num_steps, time.perf_counter_ns() - self._free_ns
-        return windows.has_settled(num_free, free_ns, rank_and_world_size()[1])
+        return windows.has_settled(num_free, free_ns, rank_and_world_size()[1], self._windows.free)
 
     def _infers(self) -> bool:
         return self._inference or not self._roots.can_train()

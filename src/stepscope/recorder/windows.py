@@ -29,8 +29,10 @@ LEAST_FREE_STEPS, LEAST_FREE_NS = 20, 1_000_000_000
 MOST_FREE_STEPS, MOST_FREE_NS = 300, 15_000_000_000
 
 
-def has_settled(num_free: int, free_ns: int, num_ranks: int) -> bool:
-    """Return whether enough steps ran freely to tell the throughput, for --exit-after."""
+def has_settled(num_free: int, free_ns: int, num_ranks: int, given: int | None = None) -> bool:
+    """Return whether enough steps ran freely to tell the throughput, for --exit-after; as many as `given`, if any."""
+    if given is not None:
+        return num_free >= given
     if num_ranks > 1:
         return num_free >= LEAST_FREE_STEPS  # ranks must stop at the same step, and only counts are the same
     is_long = num_free >= MOST_FREE_STEPS or free_ns >= MOST_FREE_NS
@@ -65,11 +67,15 @@ class Windows:
     """Of several ranks, only the one that the others wait for takes the trace. All time their steps."""
     memory: int = 1
     """1 or 0: the step in which every op is observed, for FLOPs and the owner of each allocation."""
+    free: int | None = None
+    """Steps after the others, for --exit-after; None: until the throughput is known."""
 
     def __post_init__(self) -> None:
         for name in ("warmup", "clean", "trace", "memory"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+        if self.free is not None and self.free < 0:
+            raise ValueError(f"free is {self.free}: it must be 0 or more")
         if self.repeat < 1:
             raise ValueError(f"repeat is {self.repeat}: it must be 1 or more. Set trace=0 to skip the trace window")
         if self.memory > 1:
@@ -136,10 +142,11 @@ class Progress:
         if window != FREE:
             num_left = self._windows.num_left(num_steps)
             # A first step compiles, allocates and tunes: no later step takes as long.
-            left = f"the first took {seconds:.1f} s" if num_steps == 1 else f"about {num_left * seconds:.1f} s"
-            self._write(f"{title}: {num_left} step(s), {left}")
+            left = f"about {num_left * seconds:.1f} s" if num_steps > 1 else f"the first took {seconds:.1f} s"
+            self._write(f"{title}: {num_left} step(s), {left}" if num_steps else f"{title}: {num_left} step(s)")
+        elif is_new and self._exits:
+            self._write("all windows done; the script stops when its throughput is known")
         elif is_new:
-            after = "stopping the script" if self._exits else "the script continues (--exit-after would stop it)"
-            self._write(f"all windows done; {after}")
+            self._write("all windows done; the script continues (--exit-after would stop it)")
         else:
             self._write(f"{title}: {num_steps} steps so far, the last took {seconds:.3f} s")

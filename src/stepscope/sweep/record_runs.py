@@ -23,7 +23,7 @@ from stepscope.recorder import fixes
 from stepscope.recorder.files import STATUS_FINISHED
 from stepscope.recorder.run_facts import file_hash, git_revision, now
 from stepscope.rows import KILLED, LOST, Row
-from stepscope.sweep.engines.engine import Engine
+from stepscope.sweep.engines.engine import Engine, ended_by_sigterm
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, FROM_OUTSIDE, OK, OOM, SKIPPED, TIMEOUT, Failure
 from stepscope.sweep.results import LOG_FOLDER, NEW_FILE
@@ -188,6 +188,7 @@ class Options:
     warmup: int = 8
     clean: int = 20
     timeout_s: float = 1800
+    free: int | None = None  # steps after those; None: until the throughput is known
 
 
 def recorded_command(folder: Path, facts: Mapping[str, Any]) -> Command:
@@ -269,6 +270,7 @@ def run_again(
     words = [*_RUN, str(output), "--trace", str(num_traced)]
     words += ["--warmup", str(options.warmup), "--clean", str(options.clean)]
     words += [] if rehearses else ["--no-memory"]
+    words += [] if options.free is None else ["--free", str(options.free)]
     words += ["--tokens-per-step", str(command.tokens_per_step)] if command.tokens_per_step else []
     environment = {name: value for name, value in os.environ.items() if name != fixes.VARIABLE}
     environment |= {fixes.VARIABLE: fix} if fix is not None else {}
@@ -307,7 +309,8 @@ def run_process(
             preexec_fn=_end_with_parent if _LIBC is not None else None,
         )
         try:
-            exit_code = process.wait(timeout_s)
+            with ended_by_sigterm():
+                exit_code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             _end(process)
             return Failure(f"still running after {timeout_s:g} s (--timeout)", is_timeout=True)
@@ -329,6 +332,24 @@ def _end_with_parent() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a run with all that it has started: launchers give their ranks process groups of their own."""
+    started = _descendants(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for pid in started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have; none where /proc is not there."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            parent = int(path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = children.get(pid, [])
+    for each in found:  # which grows meanwhile
+        found += children.get(each, [])
+    return found

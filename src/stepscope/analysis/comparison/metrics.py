@@ -10,6 +10,7 @@ from stepscope.analysis.comparison.significance import (
     MIN_RUNS,
     MIN_SAMPLES,
     difference,
+    difference_of_pairs,
     difference_of_runs,
     with_waits,
 )
@@ -62,6 +63,7 @@ class Measure:
     """Times of single steps in order, from which the value follows; None if there is one figure per run and no test.
     """
     of: str = STEPS  # what a sample is: a step, or a whole run by its value (the inverse for a rate)
+    is_in_turns: bool = False  # whether runs alternate with those of the other side
     others_share: float = 0.0  # of the times, in which training waited for CPU cores that other processes used too
 
 
@@ -78,7 +80,8 @@ class Change:
     low: float | None  # lower end of the 95 % bootstrap interval of `share`; null without samples or with too few
     high: float | None
     p_value: float | None
-    """Two-sided: Mann–Whitney test for steps; for runs, Student's t-test and, from 4 and 4 on, Mann–Whitney too."""
+    """Two-sided: Mann–Whitney test for steps; for runs, Student's t-test and, from 4 and 4 on, Mann–Whitney too; for
+    runs in turns, the t-test of their ratios."""
     num_samples: tuple[int, int] | None  # on each side; null if there is one figure per run
     samples_are: str | None  # `steps`; `runs` if a side has several; null if there are none
     detectable_share: float | None  # the smallest change that would be detected with 80 % probability
@@ -116,7 +119,8 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
         else:
             is_of_runs = base.of == RUNS
             sides = [side.samples or () if is_of_runs else _costs(metric, side) for side in (base, new)]
-            found = (difference_of_runs if is_of_runs else difference)(*sides)
+            of_runs = difference_of_pairs if base.is_in_turns else difference_of_runs
+            found = (of_runs if is_of_runs else difference)(*sides)
             if not is_of_runs and max(base.others_share, new.others_share) > 0:
                 others_shares = base.others_share, new.others_share
                 found = with_waits(found, *others_shares)

@@ -32,7 +32,8 @@ class Difference:
     low: float  # lower end of the 95 % bootstrap interval of the ratio
     high: float
     p_value: float
-    """Two-sided: Mann–Whitney test for steps; for runs, Student's t-test and, from 4 and 4 on, Mann–Whitney too."""
+    """Two-sided: Mann–Whitney test for steps; for runs, Student's t-test and, from 4 and 4 on, Mann–Whitney too; for
+    pairs of runs, the t-test of their ratios."""
     detectable_share: float  # the smallest change that such samples show with 80 % probability
 
     @property
@@ -91,10 +92,30 @@ def difference_of_runs(base: Sequence[float], new: Sequence[float]) -> Differenc
     squares = sum((value - mean) ** 2 for side, mean in zip(sides, means) for value in side)
     freedom = len(base) + len(new) - 2
     error = math.sqrt(squares / freedom * (1 / len(base) + 1 / len(new)))
-    change = means[1] - means[0]
-    p_value = student(change / error, freedom) if error else float(change == 0)
+    found = _by_student(means[1] - means[0], error, freedom)
     if 2 / math.comb(freedom + 2, len(base)) < SIGNIFICANCE:
-        p_value = max(p_value, mann_whitney(base, new))
+        found = replace(found, p_value=max(found.p_value, mann_whitney(base, new)))
+    return found
+
+
+def difference_of_pairs(base: Sequence[float], new: Sequence[float]) -> Difference:
+    """Return the change from `base` to `new`, one positive figure per run, where runs were made in turns.
+
+    What a machine does for a while changes both runs of a pair alike: their ratios are tested, not the sides.
+
+    >>> drifting = difference_of_pairs([10.0, 13.0, 17.0, 11.0], [9.0, 11.8, 15.2, 9.9])
+    >>> round(drifting.ratio, 2), drifting.is_significant
+    (0.9, True)
+    """
+    ratios = [math.log(after / before) for before, after in zip(base, new, strict=True)]
+    mean, freedom = sum(ratios) / len(ratios), len(ratios) - 1
+    error = math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / freedom / len(ratios))
+    return _by_student(mean, error, freedom)
+
+
+def _by_student(change: float, error: float, freedom: int) -> Difference:
+    """Return the difference whose logarithm has this standard error."""
+    p_value = student(change / error, freedom) if error else float(change == 0)
     margin = _student_quantile(SIGNIFICANCE, freedom) * error
     detectable = (_student_quantile(SIGNIFICANCE, freedom) + _student_quantile(2 * (1 - _POWER), freedom)) * error
     return Difference(

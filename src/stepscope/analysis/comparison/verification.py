@@ -28,7 +28,7 @@ FASTER, SLOWER = "faster", "slower"
 FAILED, NOT_APPLIED, WRONG, INCOMPARABLE = "failed", "not applied", "wrong", "not comparable"
 STATUSES = (FASTER, NO_DIFFERENCE, TOO_FEW, SLOWER, WRONG, FAILED, INCOMPARABLE, NOT_APPLIED)  # the best first
 EXIT_WRONG, EXIT_UNDECIDED = 3, 4
-MIN_ROUNDS = 4  # with 3 and 3 runs, a two-sided rank test cannot get below p = 0.1
+MIN_ROUNDS = 4  # of fewer, one round decides how much they differ
 
 
 @dataclass(frozen=True)
@@ -292,10 +292,11 @@ def _change(plan: Plan, unit: str, runs: _Runs, times: tuple[list[float], list[f
     """Return the change from run to run: steps of one process do not show how much runs differ."""
     metric = METRICS["step_time" if unit == "step" else f"{unit}_per_second"]
     measures = []
+    is_in_turns = len(times[0]) == len(times[1])
     for side, steps in zip(runs, times):
         # Nanoseconds per step, or seconds per token or sample.
         num_ns = 1.0 if unit == "step" else (_per_step(side, unit) or 0.0) * 1e9
         costs = tuple(ns / num_ns for ns in steps)
         middle = geometric_mean(costs)
-        measures.append(Measure(1 / middle if metric.is_rate else middle, costs, RUNS))
+        measures.append(Measure(1 / middle if metric.is_rate else middle, costs, RUNS, is_in_turns))
     return change_of(metric, measures[0], measures[1], plan.threshold_share)

@@ -24,7 +24,7 @@ from stepscope.recorder.processes import launch
 from stepscope.recorder.processes import rank as ranks
 from stepscope.recorder.processes.ending import adopt, ending
 from stepscope.recorder.processes.options import Options
-from stepscope.recorder.run_facts import file_hash
+from stepscope.recorder.run_facts import file_hash, git_revision
 
 if TYPE_CHECKING:
     from stepscope.recorder.fixes.applied import AppliedFixes
@@ -180,7 +180,10 @@ class Child:
         shared = json.loads((options.folder / files.RECORDING_FILE).read_bytes())
         facts = {name: shared[name] for name in SHARED_FACTS if name in shared}
         if sys.argv:  # the command may be a launcher's
-            facts["command"] |= {"script": str(sys.argv[0]), "script_sha256": file_hash(Path(sys.argv[0]))}
+            script = Path(sys.argv[0])
+            if facts["command"].get("program") != str(script) and script.is_file():
+                facts["git"] = git_revision(script.absolute().parent)
+            facts["command"] |= {"script": str(script), "script_sha256": file_hash(script)}
         options = dataclasses.replace(options, folder=folder, windows=windows)
         session = session_of(options, facts, self._fixes, wall.tell if speaks and not options.is_quiet else None)
         self._pid = os.getpid()
