@@ -13,7 +13,7 @@ from stepscope.analysis.ranks.network import transfers
 from stepscope.analysis.time.cpu_ledger import cpu_ledger
 from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import Unavailable
-from stepscope.findings.rules.ranks import communication, stragglers
+from stepscope.findings.rules.ranks import communication, repeated_all_reduce, stragglers
 from stepscope.session import open_session
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
@@ -259,6 +259,43 @@ def test_gloo_takes_its_time_though_no_rank_is_late(tmp_path):
 
     assert stragglers(case) == []
     assert finding.saving_ns == 2.1e6 and finding.rows == ("cpu_ranks",) and "all_reduce" in finding.sentence
+
+
+def accumulating(no_sync=(), sizes=((7, 3), (7, 3), (7, 3)), updates=(False, False, True)):
+    """Two steps of three forwards and backwards; each backward reduces buckets of these sizes on gloo's thread."""
+    trace = TraceBuilder(distributedInfo={"backend": "gloo", "rank": 0, "world_size": 2})
+    for step in range(2):
+        start = 100_000 * step
+        trace.step(step + 1, start, 100_000)
+        for number, has_update in enumerate(updates):
+            at = start + 30_000 * number
+            trace.annotation("stepscope.phase/forward", at, 9_000).op("aten::mm", at + 100, 8_000)
+            trace.annotation("stepscope.phase/backward", at + 9_000, 15_000).op("aten::mul", at + 9_100, 8_000)
+            for place, _ in enumerate(() if number in no_sync else sizes[number]):
+                begin = at + 17_200 + 3_000 * place
+                trace.annotation("gloo:all_reduce", begin, 2_000, 2)
+            if has_update:
+                trace.annotation("stepscope.phase/optimizer", at + 24_000, 5_000).op("aten::add_", at + 24_100, 4_000)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("how", "num"),
+    [
+        ({}, 4),
+        ({"no_sync": (0, 1)}, 0),
+        ({"updates": (True, True, True)}, 0),  # a critic's steps
+        ({"sizes": ((1, 2, 3), (7, 3), (4,))}, 0),  # networks of their own
+        ({"sizes": ((7, 3), (7, 3), (4,))}, 2),
+    ],
+)
+def test_gradients_are_reduced_once_before_an_update(tmp_path, how, num):
+    case = case_of(tmp_path, rank0=accumulating(**how))
+
+    found = repeated_all_reduce(case)
+
+    assert [one.saving_ns for one in found] == [num * 2_000_000] * bool(num)
+    assert not found or f"{num} all_reduce calls per step could be left out" in found[0].sentence
 
 
 def test_waiting_for_ranks_has_a_row_of_a_cpus_ledger():

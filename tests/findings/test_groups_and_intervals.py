@@ -40,14 +40,14 @@ def test_each_fix_comes_once_before_any_comes_again():
     found = [finding("a", 9, "compile"), finding("b", 8, "compile"), finding("c", 5), finding("rest", 50)]
     groups = [Group("compile", "torch.compile", ("a", "b"), 12, 9, 20)]
 
-    assert [one.id for one in ranked(found, groups, last="rest")] == ["a", "c", "b", "rest"]
+    assert [one.id for one in ranked(found, groups, last=["rest"])] == ["a", "c", "b", "rest"]
 
 
 def test_a_group_ranks_by_what_it_saves_in_total():
     found = [finding("c", 10), finding("a", 9, "compile"), finding("b", 8, "compile")]
     groups = [Group("compile", "torch.compile", ("a", "b"), 12, 9, 20)]
 
-    assert [one.id for one in ranked(found, groups, last="")] == ["a", "c", "b"]
+    assert [one.id for one in ranked(found, groups, last=[])] == ["a", "c", "b"]
 
 
 def test_what_frees_most_of_the_peak_ranks_by_that():

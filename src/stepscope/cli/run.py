@@ -26,6 +26,7 @@ from os import getpid  # the script may replace what `os` has
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from stepscope.cli.support.output import tell
 from stepscope.cli.support.program import add_program_arguments
 from stepscope.errors import UsageError, need_torch
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from stepscope.trackers.tracker import Target
 
 SLOWEST = "slowest"  # in place of ranks
+_OURS = frozenset(["--exit-after", "--no-memory", "--trace-ranks"])  # options that no script is likely to have
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +87,10 @@ def main(arguments: argparse.Namespace) -> int:
     if not words:
         raise UsageError("name a script: stepscope run train.py, or a module: stepscope run -m package.train")
     need_torch()
+    for option in _OURS.intersection(words[1:]):
+        tell(
+            f"stepscope: {option} is the script's here; for Stepscope, name it first: stepscope run {option} {words[0]}"
+        )
     if arguments.warmup < 2:
         raise UsageError(
             f"--warmup {arguments.warmup}: 2 is the least, because the model is found in the first two steps"

@@ -1,11 +1,11 @@
 """Measure whether a fix pays off: alternate runs with and without it, and compare step times and losses.
 
 TARGET is a script with its arguments, or a recording, whose command is run again in the same folder. A command that
-you have not run under stepscope run yourself is shown first, and you are asked; --yes runs it without asking. A fix is applied from outside, in a fresh
-process under stepscope run; the script itself does not change. Each variant first runs once untimed, as a rehearsal:
-a fix that changes nothing is reported as "not applied". Then come N timed rounds, each with one run without and one
-with the fix. Step times are compared as in stepscope compare, and losses step by step. The result is shown next to
-the saving that stepscope diagnose expected.
+you have not run under stepscope run yourself is shown first, and you are asked; --yes runs it without asking. A fix
+is applied from outside, in a fresh process under stepscope run; the script itself does not change. Each variant first
+runs once untimed, as a rehearsal: a fix that changes nothing is reported as "not applied". Then come N timed rounds,
+each with one run without and one with the fix. Step times are compared as in stepscope compare, and losses step by
+step. The result is shown next to the saving that stepscope diagnose expected.
 
 A change that you made by hand, in a copy of the script, is --fix NAME=COPY.py: the copy runs with the same arguments.
 With the name of a finding, it is shown next to what diagnose expected of it.

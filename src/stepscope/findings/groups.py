@@ -1,6 +1,6 @@
 """Findings that one change fixes: what the change saves in total, without counting a loss twice."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,12 +72,12 @@ MOST = 0.5  # of the peak: what frees more counts for its excess over this, as i
 def ranked(
     findings: Sequence[Finding],
     groups: Sequence[Group],
-    last: str,
+    last: Collection[str],
     average_ns: float | None = None,
     peak_bytes: int | None = None,
 ) -> list[Finding]:
     """Return the findings by what their fix saves, of the average step or of most of the peak memory. Each fix comes
-    once before any again; `last` has none."""
+    once before any again, and what no change to the script mends `last`."""
     together = {group.findings[0]: group.saving_ns for group in groups}
     again = {id for group in groups for id in group.findings[1:]}
 
@@ -87,7 +87,7 @@ def ranked(
         # More than the peak is not this process's.
         as_ns = (freed - MOST) * (average_ns or 0.0) if MOST < freed <= 1 else 0.0
         largest = min(saving_ns, -together.get(finding.id, 0.0), -as_ns)
-        return finding.id == last, finding.id in again, largest, *rest
+        return finding.id in last, finding.id in again, largest, *rest
 
     return sorted(findings, key=key)
 

@@ -318,9 +318,9 @@ def independent_calls(case: Case) -> list[Finding]:
     ops = ops.with_columns(pl.col("name", "shapes").cast(pl.String))
     is_called = pl.col("place").is_not_null() & ~pl.col("name").str.contains(ALLOCATION)
     forward = ops.filter(PHASE == "forward", is_called)
-    alike = (
-        forward.filter("is_logged").group_by("place", "name", "shapes").agg((pl.len() / case.num_steps).alias("num"))
-    )
+    # Of one micro-batch: those of several are not calls that one could replace.
+    num_passes = case.num_steps * max(1, case.summary.num_micro_batches)
+    alike = forward.filter("is_logged").group_by("place", "name", "shapes").agg((pl.len() / num_passes).alias("num"))
     rows: list[dict[str, Any]] = []
     for place, name, num in alike.select("place", "name", "num").sort("num", descending=True).iter_rows():
         chain = lengths.get((name, place), 1)
@@ -349,7 +349,7 @@ def independent_calls(case: Case) -> list[Finding]:
     first = max(rows, key=lambda row: (row["num_calls"], row["name"]))
     in_all = case.cost_text(float(table["duration_ns"].sum()))
     return one_finding(
-        sentence=f"A loop calls {safe(first['name'], 40)} {first['num_calls']:,.0f} times per step with the same "
+        sentence=f"A loop calls {safe(first['name'], 40)} {first['num_calls']:,.0f} times per forward with the same "
         f"shapes at {line_text(first['place'])}, and {count(round(first['width']))} of these calls at a time do not "
         f"need one another. The lines of such loops take {in_all} with their backward: {lines_text(table)}.",
         fix=f"one call for all of them: stack the inputs, or the weights, in a new dimension (bmm, one wider Linear, "

@@ -1,6 +1,7 @@
 """Rules about several ranks: exposed communication, and waiting for the slowest."""
 
 import shlex
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -37,6 +38,7 @@ def communication(case: Case) -> list[Finding]:
         raise Unavailable("There is neither a kernel of NCCL or RCCL in the trace nor a collective of gloo.")
     is_typical = pl.col("event").is_in(case.replay.events)  # by their launch
     calls = calls.filter(is_typical) if case.has_gpu_work else case.within(calls)
+    calls = calls.filter(~pl.col("event").is_in(_reduced_again(case)["event"].implode()))  # by another rule
     if calls.is_empty():
         return []
     calls = calls.join(_waited(case), on="start_ns", how="left").with_columns(pl.col("wait_ns").fill_null(0))
@@ -80,6 +82,72 @@ def communication(case: Case) -> list[Finding]:
         places=case.places(calls.filter(pl.col("own_ns") > 0)["event"]),
         evidence=(Evidence("collectives", collectives_by_size(calls).head(8).to_dicts()),),
     )  # fmt: skip
+
+
+@rule
+def repeated_all_reduce(case: Case) -> list[Finding]:
+    """Do ranks sum the gradients after each micro-batch, where once before the update is enough?"""
+    calls = collectives(case.linked)
+    if calls.is_empty():
+        raise Unavailable("There is neither a kernel of NCCL or RCCL in the trace nor a collective of gloo.")
+    again = _reduced_again(case)
+    again = again.filter(pl.col("event").is_in(case.replay.events)) if case.has_gpu_work else case.within(again)
+    # Threads of gloo compute on the cores that training needs: all of their time counts.
+    saving_ns = float(again["duration_ns"].sum()) / case.num_steps
+    if case.has_gpu_work:
+        saving_ns = case.saving_ns(Change(gone=frozenset(again["event"])))
+    if not case.is_worth(saving_ns):
+        return []
+    num = again.height / case.num_steps
+    passes = plural(again["pass"].n_unique() / case.num_steps + 1, "backward pass", "backward passes")
+    return one_finding(
+        sentence=f"Gradients are summed over all ranks after each of {passes} before an "
+        f"update: {plural(num, 'all_reduce call')} per step could be left out. They take "
+        f"{case.cost_text(case.total_ns(again))}.",
+        fix="with model.no_sync():  # around forward and backward of all micro-batches but the last",
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed without these calls" if case.has_gpu_work else "the time of these calls",
+        confidence="high",
+        falsified_by="use no_sync(); the finding is wrong if there are as many calls",
+        places=case.places(again["event"]),
+        evidence=(Evidence("collectives", collectives_by_size(again).head(8).to_dicts()),),
+    )
+
+
+def _reduced_again(case: Case) -> pl.DataFrame:
+    """Return the calls of all-reduce whose sum a later backward pass before the same update repeats, and the `pass`.
+
+    Such passes reduce the same sizes: those of two networks, each with its own, are no repetition.
+    """
+    calls = collectives(case.linked).filter(pl.col("collective") == "all_reduce", pl.col("phase") == "backward")
+    if case.has_gpu_work:
+        launches = case.linked.device.select("event", pl.col("launch_start_ns").alias("issued_ns"))
+        calls = calls.join(launches, on="event", how="left", maintain_order="left").drop_nulls("issued_ns")
+    else:
+        calls = calls.with_columns(pl.col("start_ns").alias("issued_ns"))
+    phase = pl.col("phase").cast(pl.String)
+    ops = case.linked.host.filter(case.linked.is_op, phase.is_in(["forward", "backward", "optimizer"]))
+    turns = ops.sort("start_ns").select("start_ns", phase).filter((phase != phase.shift()).fill_null(True))
+    starts, passes, update, last = [0], [(0, 0)], 0, ""
+    for start_ns, name in turns.iter_rows():
+        update += name == "optimizer"
+        if name == "forward" and last in ("backward", "optimizer"):
+            starts.append(start_ns)
+            passes.append((update, len(passes)))
+        last = name
+    sizes: dict[tuple[int, int], list[int]] = {}
+    at = [passes[bisect_right(starts, issued_ns) - 1] for issued_ns in calls["issued_ns"]]
+    for place, num_bytes in zip(at, calls["bytes"]):
+        sizes.setdefault(place, []).append(num_bytes or 0)
+    later: set[tuple[Any, ...]] = set()
+    repeated: set[tuple[int, int]] = set()
+    for place in sorted(sizes, reverse=True):
+        what = (place[0], *sorted(sizes[place]))
+        repeated |= {place} if what in later else set()
+        later.add(what)
+    again = pl.Series([place in repeated for place in at], dtype=pl.Boolean)
+    return calls.with_columns(pl.Series("pass", [number for _, number in at], dtype=pl.Int64)).filter(again)
 
 
 def _waited(case: Case) -> pl.DataFrame:

@@ -33,13 +33,16 @@ def _loader_fix(case: Case, waited_ns: float) -> str:
     workers, cores = loader.get("num_workers"), (facts.get("flags") or {}).get("num_cores")
     if workers is None:
         return _FIX
+    ranks = (facts.get("environment") or {}).get("world_size") or 1
+    cores = max(1, cores // ranks) if cores else None  # of each rank
     spare = max(1, (cores or 8) - 1)
     if not workers:
-        if cores == 1:
-            return (
-                "prepare the batches once and store them: there is one core, which workers would share with training"
-            )
         cheaper = ", or speed up the lines above" if python_text(case, has_others=False) else ""
+        if cores == 1:
+            whose = "there is one core" if ranks == 1 else "each rank has one core"
+            return (
+                f"prepare the batches once and store them{cheaper}: {whose}, which workers would share with training"
+            )
         workers = f"DataLoader(..., num_workers={min(spare, 8)}, persistent_workers=True)"
         return f"{workers}  # now 0: training loads it{cheaper}"
     # Workers that are always busy give one batch per step: more of them, for a step without the wait.
