@@ -191,7 +191,19 @@ BYPASSED = """
 import torch
 from torch import nn
 
-net = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def outputs(self, x):
+        return self.layers(x)
+
+
+net = Net()
 compiled = torch.compile(net, backend="eager")
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 for step in range(9):
@@ -202,7 +214,7 @@ for step in range(9):
 """
 
 
-@pytest.mark.parametrize(("called", "bypassed"), [("net", ["Sequential"]), ("compiled", [])])
+@pytest.mark.parametrize(("called", "bypassed"), [("net", ["Net"]), ("compiled.outputs", ["Net"]), ("compiled", [])])
 def test_a_compiled_wrapper_that_is_never_called_is_noted(forks, tmp_path, called, bypassed):
     options = ("--warmup", "5", "--clean", "2", "--trace", "0", "--no-memory")
     case = run_script(forks, tmp_path, BYPASSED.format(called=called), *options)

@@ -88,9 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError("name a script: stepscope run train.py, or a module: stepscope run -m package.train")
     need_torch()
     for option in _OURS.intersection(words[1:]):
-        tell(
-            f"stepscope: {option} is the script's here; for Stepscope, name it first: stepscope run {option} {words[0]}"
-        )
+        tell(f"stepscope: {option} is the script's here. For Stepscope, name it first: stepscope run {option} …")
     if arguments.warmup < 2:
         raise UsageError(
             f"--warmup {arguments.warmup}: 2 is the least, because the model is found in the first two steps"

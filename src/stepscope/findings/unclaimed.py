@@ -34,8 +34,9 @@ _TRY = {
     "cpu_between": "metrics and averages every N steps, batches in a DataLoader with workers",
     "between_steps": "do it less often, or in the background",
     "slow_steps": "see which steps are slow, in the section Steps of stepscope report",
-    "unknown_work": "record with record_shapes=True; for a kernel of your own there is no formula",
+    "unknown_work": "look at its sizes and its dtype; without shapes in the trace, record with record_shapes=True",
 }
+_TRY_FFT = "lengths whose only prime factors are 2, 3, 5 and 7, such as 8192 for 8191: others take far longer"
 _TRY_IDLE = "see what the host does then, on the timeline of stepscope report"
 
 
@@ -56,7 +57,7 @@ def unclaimed_time(case: Case, claims: Claims) -> list[Finding]:
 def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
     work = claims.unclaimed_work(row)
     rows: list[dict[str, Any]] = [{"row": row, "duration_ns": ns, "share": ns / claims.step_ns}]
-    most = ""
+    most, fix = "", _TRY.get(row, _TRY_IDLE)
     places: Places = ()
     if not work.is_empty():
         keys = ("op", "module", "shapes", "phase")
@@ -70,8 +71,10 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
         rows = table.head(8).to_dicts()
         first = rows[0]
         where = f" in {safe(first['module'], 60)}" if first["module"] else ""
-        rate = "" if case.is_on_cpu else f", at {whole_percent(first['limit_share'])} of the device's limit"
+        has_limit = not case.is_on_cpu and row != "unknown_work"
+        rate = f", at {whole_percent(first['limit_share'])} of the device's limit" if has_limit else ""
         most = f" Most of it is {safe(first['op'] or 'work without an op', 60)}{where}{rate}."
+        fix = _TRY_FFT if str(first["op"]).startswith("aten::_fft") else fix
         places = case.places(work.sort("loss_ns", descending=True)["event"].head(20))
     if row.startswith("cpu_"):
         most += pauses_text(case, ns / 10)
@@ -81,7 +84,7 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
     cost = f"{duration(ns, 3)} per step ({whole_percent(ns / claims.step_ns)} of {duration(claims.step_ns, 3)})"
     return Finding(
         sentence=f"{cost} is lost for a reason that no rule knows. {ROWS[row][1]}{most}",
-        fix=_TRY.get(row, _TRY_IDLE),
+        fix=fix,
         evidence=(Evidence("time without an explanation", rows),),
         falsified_by="try it; the finding is wrong if the step stays as long",
         saving_ns=ns,

@@ -53,8 +53,9 @@ class Roots:
         """Return the classes of modules that torch.compile has wrapped, and that are called without their wrapper."""
         called = {id(part) for root in self.modules for part in modules_in(root)}
         wrappers = [one for reference in self._wrappers if (one := reference()) is not None and id(one) not in called]
-        inner = [one._modules.get("_orig_mod") for one in wrappers]
-        return sorted({type(one).__name__ for one in inner if one is not None and id(one) in called})
+        inner = [found for one in wrappers if (found := one._modules.get("_orig_mod")) is not None]
+        # A method of the wrapped module, such as `compiled.loss(x)`, calls only parts of it.
+        return sorted({type(one).__name__ for one in inner if any(id(part) in called for part in modules_in(one))})
 
     def add(self, module: nn.Module) -> None:
         """Hook one root module."""

@@ -271,11 +271,10 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
         if not first:
             return 0.0, is_whole or kind == "loader_start"
         return times[first] / (num_steps if is_whole else max(first, num_steps - first)), True
-    later_ns = times.total() - times[first]
-    if is_whole:
-        # The first time may compile, or open files. It may also be a short trial, as trainers make one.
-        return (later_ns + min(times[first], later_ns / (len(times) - 1))) / num_steps, True
-    return later_ns / (last - first), True
+    later_ns, num_later = times.total() - times[first], len(times) - 1
+    # The first time may compile, or open files. It may also be a short trial, as trainers make one.
+    all_ns = later_ns + min(times[first], later_ns / num_later)
+    return all_ns / num_steps if is_whole else all_ns / (num_later + 1) * num_later / (last - first), True
 
 
 def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tuple[LoopRow, ...], int]:
