@@ -42,6 +42,7 @@ def an_op(name: str, reads: list[int], writes: list[int], took: int = 1000, **mo
     fields = {
         "phase": "forward",
         "line": "train.py:7 step",
+        "caller": None,
         "dims": lambda step: [[256, 256]],
         "size": 0,
         "zeros": 0.0,
@@ -71,7 +72,10 @@ def of(folder: Path, *ops: Op, unchanged: tuple[int, ...] = (), pause: int = 0, 
             trace.op(one["name"].replace(".", "::"), at, one["took"], id=len(trace.events) + 1, **shapes)
             at += one["took"] + pause
     case = case_of(trace, folder)
-    kinds = [{"op": one["name"], "phase": one["phase"], "place": one["line"], "is_random": False} for one in ops]
+    kinds = [
+        {"op": one["name"], "phase": one["phase"], "place": one["line"], "caller": one["caller"], "is_random": False}
+        for one in ops
+    ]
     calls = [
         {"kind": number, **{key: one[key] for key in ("reads", "writes", "size")}} for number, one in enumerate(ops)
     ]
@@ -91,6 +95,20 @@ def test_a_gradient_that_no_update_uses(tmp_path):
 
     assert finding.saving_ns == pytest.approx(3 * MS)
     assert "1 op of the backward pass" in finding.sentence and "train.py:9 in step (3.00 ms: mm)" in finding.sentence
+    assert "train.py:9 led to" in finding.fix
+
+
+def test_a_gradient_of_a_model_that_is_called_twice(tmp_path):
+    unused = an_op(
+        "aten.mm", [DATA], [MADE], 3000, phase="backward", line="gan.py:43 forward", caller="gan.py:115 step"
+    )
+
+    (finding,) = discarded_gradients(of(tmp_path, TRAINED, unused))
+
+    assert finding.sentence.endswith(
+        "gan.py:43 in forward (3.00 ms: mm); the call of the model is at gan.py:115 in step."
+    )
+    assert "gan.py:115 led to" in finding.fix
 
 
 def test_work_that_no_update_uses(tmp_path):
@@ -169,7 +187,7 @@ def test_calls_that_do_not_need_one_another(tmp_path, is_chain, num):
     if num:
         # 20 calls of 200 µs with 100 µs after each become one.
         assert found[0].saving_ns == pytest.approx(0.95 * (20 * 200 + 19 * 100) * 1000, rel=0.02)
-        assert "20 times per step" in found[0].sentence
+        assert "20 times per forward" in found[0].sentence
 
 
 def test_a_loop_that_only_takes_memory_is_nothing_to_report(tmp_path):

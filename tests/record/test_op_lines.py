@@ -51,6 +51,9 @@ def test_a_backward_op_has_the_line_of_its_forward():
     assert lines["aten.mm", "forward"] == lines["aten.tanh", "forward"] == here
     assert lines["aten.mm", "backward"] == lines["aten.tanh_backward", "backward"] == here
     assert lines["aten.sum", "forward"].endswith(" step"), "the caller of the model, not the model"
+    callers = {(kind["op"], kind["phase"]): kind["caller"] for kind in kinds}
+    assert callers["aten.mm", "backward"] == callers["aten.tanh", "forward"] == lines["aten.sum", "forward"]
+    assert callers["aten.sum", "forward"] is None
     owners = [entry["owner"] for entry in ledger.memory()["allocations"]]
     product = next(call for call in log["calls"] if kinds[call["kind"]]["op"] == "aten.mm")
     assert "parameter" in {owners[index] for index in product["reads"]}

@@ -69,6 +69,12 @@ def lines_text(table: pl.DataFrame) -> str:
     )
 
 
+def caller_of(ops: pl.DataFrame) -> str | None:
+    """Return the line that called the models whose ops take most of these ops' time; None if they are in none."""
+    times = ops.group_by("caller").agg(pl.col("self_ns").sum()).sort("self_ns", "caller", descending=[True, False])
+    return times["caller"][0] if times.height else None
+
+
 def line_text(place: str) -> str:
     where, _, function = place.partition(" ")
     return safe(f"{where} in {function}" if function and function != "<module>" else where, 80)

@@ -23,7 +23,7 @@ SCHEMA: dict[str, Any] = {
     "graphs~": [{"module": TEXT, "num_nodes": COUNT}],
     "left_alive~": [_GRAPH],
     "ops~": {
-        "kinds": [{"op": TEXT, "phase": TEXT, "place~": TEXT, "is_random": FLAG}],
+        "kinds": [{"op": TEXT, "phase": TEXT, "place~": TEXT, "caller~": TEXT, "is_random": FLAG}],
         "calls": [{"kind": COUNT, "reads": [INTEGER], "writes": [INTEGER], "size": COUNT}],
         "zeros": [{"call": COUNT, "share": AMOUNT}],
         "unchanged": [COUNT],

@@ -23,7 +23,8 @@ ALLOCATION = r"^aten::(new_)?empty(_like|_strided|_permuted)?$"
 BACKWARD = "backward"
 _OF_AUTOGRAD = r"^(autograd|torch)::"
 _SCHEMA = {
-    "call": pl.UInt32, "name": pl.String, "phase": pl.String, "place": pl.String, "use": pl.String,
+    "call": pl.UInt32, "name": pl.String, "phase": pl.String, "place": pl.String, "caller": pl.String,
+    "use": pl.String,
     "is_constant": pl.Boolean, "zero_share": pl.Float64, "size": pl.Int64,
 }  # fmt: skip
 
@@ -68,8 +69,8 @@ def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
     constant = _constants(calls, is_random, is_allocation, allocations, log["unchanged"])
     zeros = {one["call"]: one["share"] for one in log["zeros"]}
     rows = [
-        (number, names[call["kind"]], kinds[call["kind"]]["phase"], kinds[call["kind"]].get("place"), uses[number],
-         number in constant, zeros.get(number, 0.0), call["size"])
+        (number, names[call["kind"]], (kind := kinds[call["kind"]])["phase"], kind.get("place"), kind.get("caller"),
+         uses[number], number in constant, zeros.get(number, 0.0), call["size"])
         for number, call in enumerate(calls)
     ]  # fmt: skip
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
@@ -227,7 +228,7 @@ def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
             is_constant[above] = is_constant[row] and is_constant.get(above, True)
     is_logged = host["row"].is_in(matched["row"].implode()).alias("is_logged")
     table = host.with_columns(pl.Series("call", answers, dtype=pl.UInt32), is_logged)
-    facts = calls.select("call", "place", "use", "is_constant", "zero_share", "size")
+    facts = calls.select("call", "place", "caller", "use", "is_constant", "zero_share", "size")
     table = table.join(facts, on="call", how="left", maintain_order="left")
     around = pl.DataFrame(
         [(row, _USES[use[row]], is_constant[row]) for row in use if answers[row] is not None],

@@ -14,6 +14,7 @@ from stepscope.analysis.structure.op_log import ALLOCATION, BACKWARD, KEPT, TRAI
 from stepscope.analysis.time.what_if import Saving, stretches
 from stepscope.findings.op_lines import (
     PHASE,
+    caller_of,
     first_line,
     followed_of,
     line_text,
@@ -70,12 +71,14 @@ def discarded_gradients(case: Case) -> list[Finding]:
     saving_ns, work = _saving(case, unused)
     if not case.is_worth(saving_ns):
         return []
-    table = lines_of(case, unused)
+    table, caller = lines_of(case, unused), caller_of(unused)
+    called = f"; the call of the model is at {line_text(caller)}" if caller else ""
+    where = first_line(table) if caller is None else safe(caller.partition(" ")[0], 80)
     return one_finding(
         sentence=f"{_number(case, unused)} of the backward pass compute gradients that no update uses: "
         f"{case.cost_text(float(saving_ns))}. They are cleared, or replaced, before an optimizer reads them. They "
-        f"belong to the forward at {lines_text(table)}.",
-        fix=f"other(x.detach())  # x: what {first_line(table)} led to, at the call that takes it to the other loss; "
+        f"belong to the forward at {lines_text(table)}{called}.",
+        fix=f"other(x.detach())  # x: what {where} led to, where it goes to the other loss; "
         "or make it under torch.no_grad(), or model.requires_grad_(False) for that backward",
         saving_ns=saving_ns,
         derived="the step without these ops, which were followed from op to op in one step",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepscope.recorder.frames import is_pythons, place, script_frames
+from stepscope.recorder.frames import is_library, is_pythons, place, script_frames
 from stepscope.recorder.ledger.flops import Op
 from stepscope.recorder.ledger.nodes import current_node, next_sequence_number
 from stepscope.recorder.ledger.storages import storage_key, storage_of
@@ -22,6 +22,10 @@ _FILLS = ("aten.zero_", "aten.fill_", "aten.copy_", "aten._foreach_zero_", "aten
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 14, 1 << 24
 _MOSTLY = 0.9  # share of zeros that is noted
+_OF_MODULES = ("forward", "__call__")  # functions that a module's call runs
+
+Line = tuple["str | None", "str | None"]
+"""The line of the script that called an op, and the one that called the model, if that is another."""
 
 
 class OpLog:
@@ -30,14 +34,14 @@ class OpLog:
     def __init__(self, index_of: Callable[[int], int | None]) -> None:
         self._index_of = index_of
         self._home = threading.get_ident()
-        self._kinds: dict[tuple[str, str, str | None, bool], int] = {}
+        self._kinds: dict[tuple[str, str, Line, bool], int] = {}
         self._calls: list[dict[str, Any]] = []
         self._num_dropped = 0
         self._written: dict[Any, tuple[frozenset[int], frozenset[str]]] = {}
         self._zeros: dict[int, float] = {}  # by call
         self._known_zeros: dict[int, float] = {}  # by storage
         self._numbers: list[int] = []  # the next node's number after each op of the forward, with its place
-        self._places: list[str | None] = []
+        self._places: list[Line] = []
         self._names: dict[tuple[Any, int], str] = {}
 
     def note(self, func: Any, op: Op, args: Any, kwargs: Any, outputs: Iterable[torch.Tensor], phase: str) -> None:
@@ -67,17 +71,20 @@ class OpLog:
 
     def table(self, unchanged: Iterable[int]) -> dict[str, Any]:
         """Return the log for `memory.json.gz`; `unchanged` are storages that have been the same for many steps."""
-        fields = ("op", "phase", "place", "is_random")
+        kinds = [
+            {"op": op, "phase": phase, "place": line[0], "caller": line[1], "is_random": is_random}
+            for op, phase, line, is_random in self._kinds
+        ]
         return {
-            "kinds": [dict(zip(fields, kind)) for kind in self._kinds],
+            "kinds": kinds,
             "calls": self._calls,
             "zeros": [{"call": call, "share": share} for call, share in self._zeros.items()],
             "unchanged": sorted(unchanged),
             "num_dropped": self._num_dropped,
         }
 
-    def _line(self) -> str | None:
-        """Return the line of the script that called the running op; in a backward, the line of its forward."""
+    def _line(self) -> Line:
+        """Return the lines of the script that called the running op; in a backward, the lines of its forward."""
         node = current_node()
         if node is not None and hasattr(node, "_sequence_nr"):
             number = int(node._sequence_nr())
@@ -86,15 +93,26 @@ class OpLog:
                 position = bisect_right(self._numbers, number)
                 if position < len(self._places):
                     return self._places[position]
-        frame = next((one for one in script_frames() if not is_pythons(one.f_code.co_filename)), None)
-        if frame is None:
-            return None
+        frames = [one for one in script_frames() if not is_pythons(one.f_code.co_filename)]
+        if not frames:
+            return None, None
+        caller = None
+        is_inside = False  # a module
+        for frame in frames:
+            is_inside |= (is_modules := frame.f_code.co_name in _OF_MODULES)
+            if is_inside and not is_modules and not is_library(frame.f_code.co_filename):
+                caller = self._name(frame)
+                break
+        line = self._name(frames[0]), caller
+        if node is None and threading.get_ident() == self._home:
+            self._numbers.append(next_sequence_number())
+            self._places.append(line)
+        return line
+
+    def _name(self, frame: Any) -> str:
         key = frame.f_code, frame.f_lineno
         if key not in self._names:
             self._names[key] = f"{place(frame)} {frame.f_code.co_name}"
-        if node is None and threading.get_ident() == self._home:
-            self._numbers.append(next_sequence_number())
-            self._places.append(self._names[key])
         return self._names[key]
 
     def _index(self, tensor: torch.Tensor) -> int:
