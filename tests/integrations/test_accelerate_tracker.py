@@ -127,6 +127,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.long
 def test_a_script_that_fails_in_its_third_step(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FAILS], cwd=tmp_path, env=settings(), capture_output=True, text=True, timeout=100

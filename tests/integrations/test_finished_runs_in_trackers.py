@@ -128,6 +128,7 @@ def test_the_evaluation_after_the_last_step_is_in_its_series(recording):
     assert step_points(open_session(recording).recording, begin_ns + 7 * MS) == []
 
 
+@pytest.mark.long
 def test_a_run_that_is_logged_again_is_a_run_of_its_own_in_tensorboard(recording):
     folders = [log(recording, "tensorboard:logs") / "logs" / name for name in ("my_run", "my_run-2")]
 
@@ -176,6 +177,7 @@ def test_a_study_has_the_points_of_all_its_sweeps(tmp_path):
     assert (folder / "study" / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_mlflow_in_sqlite(recording):
     pytest.importorskip("mlflow")
     folder = log(recording, "mlflow:sqlite:///ml.db")
@@ -198,6 +200,7 @@ def test_mlflow_in_sqlite(recording):
     assert json.loads((artifacts / "card.json").read_text())["stepscope/typical_step_ms"] == 10.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["text", "below a file"])
 def test_a_database_of_mlflow_that_cannot_be_opened_ends_at_once(recording, tmp_path, what):
     pytest.importorskip("mlflow")
@@ -211,6 +214,7 @@ def test_a_database_of_mlflow_that_cannot_be_opened_ends_at_once(recording, tmp_
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_weights_and_biases_offline(recording):
     pytest.importorskip("wandb")
     folder = log(recording, "wandb:my-project")

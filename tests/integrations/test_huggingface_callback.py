@@ -202,6 +202,7 @@ def test_the_last_figures_in_the_logs_are_those_of_the_card(tmp_path, recorder_u
     assert logged["stepscope/tokens_per_second"] == pytest.approx(2 * 8 / 0.010, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_epochs", [1, 3])
 def test_the_last_figures_in_the_logs_include_the_evaluation_at_the_end(tmp_path, recorder_uses, num_epochs):
     now_ns = [1_000_000_000]
@@ -248,6 +249,7 @@ def test_of_two_callbacks_one_records(tmp_path, told):
     assert ["a second callback" in line for line in told] == [True, False]
 
 
+@pytest.mark.long
 def test_a_callback_that_is_listed_twice_counts_no_step_twice(tmp_path):
     callback = StepscopeCallback(tmp_path / "run", windows=WINDOWS)
     made = trainer(tmp_path, callback, callback)
@@ -259,6 +261,7 @@ def test_a_callback_that_is_listed_twice_counts_no_step_twice(tmp_path):
     assert not (tmp_path / "run-2").exists()
 
 
+@pytest.mark.long
 def test_a_resumed_training_is_a_recording_of_its_own(tmp_path):
     callback = StepscopeCallback(tmp_path / "run", windows=WINDOWS)
     trainer(tmp_path, callback, save_strategy="steps", save_steps=4, max_steps=4).train()
@@ -303,6 +306,7 @@ def test_a_training_without_steps(tmp_path):
     assert stepscope.read(tmp_path / "run").summary.num_steps == 0
 
 
+@pytest.mark.long
 def test_a_copy_or_a_pickle_in_the_middle_of_training_has_no_session(tmp_path):
     callback = StepscopeCallback(tmp_path / "run", windows=WINDOWS)
     copies: list[StepscopeCallback] = []

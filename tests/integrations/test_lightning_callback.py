@@ -155,6 +155,7 @@ def test_a_training_that_fails_in_its_third_step(tmp_path):
     assert current.session is None
 
 
+@pytest.mark.long
 def test_a_resumed_training_goes_into_a_folder_of_its_own(tmp_path):
     callback = StepscopeCallback(tmp_path / "run", windows=WINDOWS)
     first = trainer(tmp_path, callback, max_epochs=1)

@@ -94,6 +94,7 @@ def test_slow_steps_and_warm_up_are_not_training(clock, tmp_path):
     assert 0.3 < live["goodput"] < 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("every", "num_steps"), [(10, 49), (10, 50), (25, 50), (50, 50)])
 def test_evaluations_between_steps_count_as_in_the_card(clock, tmp_path, every, num_steps):
     def evaluate(step, model):

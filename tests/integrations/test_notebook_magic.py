@@ -148,6 +148,7 @@ with sync_playwright() as started:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_the_frame_draws_the_timeline_in_a_browser(cells, tmp_path):
     pytest.importorskip("playwright")

@@ -205,6 +205,7 @@ def test_what_is_not_planned_as_it_would_run_is_named(plan, text, named):
     assert any(line.startswith(f"{named}:") for line in plan(text).unmodelled)
 
 
+@pytest.mark.long
 def test_a_hugging_face_model_on_a_cpu(tmp_path):
     pytest.importorskip("transformers")
     config = {

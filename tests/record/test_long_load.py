@@ -92,6 +92,7 @@ def _record(folder: Path, loop: Callable[[], Callable[[], None]], num_times: int
     return blocks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", [trains, infers, trains_new_models])
 def test_memory_is_flat(loop, tmp_path):
     _, before, after = _record(tmp_path, loop, 600)

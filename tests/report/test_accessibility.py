@@ -49,6 +49,7 @@ def test_the_report_passes(look, chromium, sample):
     opened.page.context.close()
 
 
+@pytest.mark.long
 def test_the_audit_can_fail(chromium, tmp_path):
     path = tmp_path / "page.html"
     path.write_text('<html class="ready"><body><img src="data:,"><p style="color: #ccc">pale</p></body></html>')
@@ -105,6 +106,7 @@ def test_the_documentation_passes(chromium, tmp_path):
     assert found == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["compatibility/recording-1", "traces/full_logits.slow.json.gz"])
 def test_a_report_takes_ten_printed_pages(name, chromium, tmp_path):
     report(ROOT / "tests" / name, output=tmp_path / "page.html")

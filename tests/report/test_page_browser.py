@@ -171,6 +171,7 @@ def test_every_section_of_a_sweep_on_a_phone(sweep):
     assert sweep.complaints == []
 
 
+@pytest.mark.long
 def test_a_sweep_over_other_axes(sweep):
     page = sweep.page
     page.set_viewport_size({"width": 1280, "height": 900})

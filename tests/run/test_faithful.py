@@ -286,7 +286,12 @@ AS_TORCHRUN = """
     [
         (WAIT, -signal.SIGINT, "KeyboardInterrupt"),
         (AS_LIGHTNING, 1, None),
-        (AS_TORCHRUN, 1, "torch.distributed.elastic.multiprocessing.api.SignalException: got signal"),
+        pytest.param(
+            AS_TORCHRUN,
+            1,
+            "torch.distributed.elastic.multiprocessing.api.SignalException: got signal",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_ctrl_c_writes_what_there_is_and_ends_as_python_does(lab, wait, code, last):

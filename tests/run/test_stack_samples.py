@@ -8,6 +8,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from stepscope.recorder import stack_samples
 from stepscope.recorder.stack_samples import StackSampler, line_of
 
@@ -122,6 +124,7 @@ def test_what_makes_a_batch_in_pure_python_is_named(lab):
     assert "in encode (" in " ".join(said.split()) and "or speed up the lines above" in " ".join(said.split())
 
 
+@pytest.mark.long
 def test_without_a_trace_nobody_looks(lab):
     run = lab.script(SCRIPT).run(options=("--warmup", 3, "--clean", 4, "--trace", 0, "--exit-after", "--quiet"))
 

@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks fork")
 def test_three_gloo_ranks_of_which_one_is_slow(tmp_path):
     """In processes of its own: a traced child of a child of the server of forks hung at its exit, in 2 of 25 runs."""

@@ -110,6 +110,7 @@ def test_a_window_comes_sooner_if_steps_become_slower(tmp_path: Path, monkeypatc
     assert windows_of(run)[0][0] == begins[-1]
 
 
+@pytest.mark.long
 def test_a_condition_takes_its_window_sooner_if_steps_become_slower(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with job(run, when="every 300 steps", limit=1) as running:
@@ -175,6 +176,7 @@ def test_the_window_of_the_command_line_has_stacks(tmp_path: Path) -> None:
     assert any(event.get("cat") == "python_function" for event in events)
 
 
+@pytest.mark.long
 def test_two_triggers_at_once_take_turns(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with job(run) as running:
@@ -362,6 +364,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_two_ranks_begin_at_the_same_step(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trigger_request, "MARGIN_SECONDS", 3.0)
     run = tmp_path / "run"

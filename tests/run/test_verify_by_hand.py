@@ -120,6 +120,7 @@ for step in range(200):
 """
 
 
+@pytest.mark.long
 def test_a_copy_without_the_sleep_is_faster_and_learns_the_same(lab):
     script = lab.script(SCRIPT)
     (script.folder / "after.py").write_text(SCRIPT.replace("    time.sleep(0.05)\n", ""))

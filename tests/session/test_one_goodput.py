@@ -146,6 +146,7 @@ with stepscope.record(sys.argv[1], windows=Windows(warmup=2, clean=2, trace=0, m
 """
 
 
+@pytest.mark.long
 def test_a_signal_that_stops_the_process_is_an_event(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOOP, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -16,6 +16,7 @@ from stepscope.sweep.server import Server
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="limits and signals of Linux")
 
 
+@pytest.mark.long
 @linux_only
 def test_every_kind_of_end_is_a_row_and_the_rest_of_the_grid_completes(rows_of):
     kinds = "ok,segfault,exit,sys_exit,raise,killed,huge,python_huge,hang,threads"

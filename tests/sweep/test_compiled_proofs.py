@@ -58,6 +58,7 @@ def test_a_compiled_model_with_a_loss_proves_its_attention_and_no_other(family, 
     assert "×2" in claims[ran_variant][0].shows(evidence)  # two layers, each counted once
 
 
+@pytest.mark.long
 def test_a_compiled_full_loss_is_proven():
     inputs = torch.randn(6, 4), torch.randn(9, 4), torch.randint(9, (6,))
     evidence = compiled_evidence(next_token_loss, *inputs)

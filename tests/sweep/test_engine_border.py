@@ -359,6 +359,7 @@ def test_an_engine_that_is_not_installed(tmp_path, monkeypatch):
         start.where_of("kubernetes", None)
 
 
+@pytest.mark.long
 def test_a_script_is_recorded_on_a_node(engine, tmp_path):
     """`verify` runs commands; their recordings come back as archives."""
     from stepscope.sweep.record_runs import Options, run_again, script_command

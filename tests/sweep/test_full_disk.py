@@ -79,6 +79,7 @@ def test_a_full_disk_stops_the_sweep_and_makes_no_point_crash(disk, server, left
     assert not any(row.get("attempts") for row in rows.values())
 
 
+@pytest.mark.long
 def test_a_point_whose_server_or_process_is_killed_is_measured_by_the_next_sweep(tmp_path, server):
     """GIVEN the second point is killed and the third loses its server WHEN the sweep is resumed THEN all are ok."""
     num_run = 0

@@ -44,6 +44,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.long
 def test_two_ranks_are_summed_forward_and_backward_and_proven(build):
     built = build(world_size=2)
     (peer,) = built.module.group._peers
