@@ -82,9 +82,10 @@ def verify(
         raise UsageError(f"{rounds} rounds of {clean} timed steps: both must be at least 1")
     if not fix:
         raise UsageError("name a fix with --fix ID: `stepscope list fixes` lists them")
-    if warmup is not None and warmup < FEWEST_WARMUP:
-        raise UsageError(f"--warmup {warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least")
     chosen = [parse_change(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
+    fewest = 2 if all(each.script for each in chosen) else FEWEST_WARMUP
+    if warmup is not None and warmup < fewest:
+        raise UsageError(f"--warmup {warmup}: {fewest} is the least")
     if len({each.text for each in chosen}) < len(chosen):
         raise UsageError("two changes have the same name and script: give each its own, --fix NAME=SCRIPT")
     session: Session | None = None
@@ -123,12 +124,10 @@ def verify(
     options = Options(
         warmup=warmup or max(NUM_WARMUP, recorded or 0), clean=num_clean or NUM_CLEAN, timeout_s=timeout_s, free=0
     )
-    try:
-        before, after = _run_all(command, commands, plans, folder, options, rounds, on_line, where, clean is None)
-    except KeyboardInterrupt:
-        if warn is not None and folder.exists():
-            warn(f"the runs so far are in {folder}")
-        raise
+    before, after = _run_all(command, commands, plans, folder, options, rounds, on_line, where, clean is None)
+    num_done = before[-1].round
+    if num_done < rounds:
+        warnings.append(f"interrupted after {num_done} of {rounds} rounds")
     first = before[0].recording
     assert first is not None
     environment = first.facts.get("environment") or {}
@@ -153,7 +152,7 @@ def verify(
         folder=str(folder),
         device_name=environment.get("device_name"),
         torch=environment.get("torch"),
-        num_rounds=rounds,
+        num_rounds=num_done,
         step_ns=geometric_mean(times),
         apart_share=apart_share,
         fixes=tuple(verify_runs(plan, before, after[plan.fix], expected.get(plan.fix)) for plan in plans),
@@ -223,7 +222,8 @@ def _run_all(
     """Return the runs of a rehearsal and of all rounds, without a fix and with each.
 
     `changed` has the commands of changes by hand, by name. A fix that the rehearsal refuses is not run again. With
-    `times_more`, as many steps are timed as take `TIMED_NS`, if they are more than the options say.
+    `times_more`, as many steps are timed as take `TIMED_NS`, if they are more than the options say. Ctrl-C ends it
+    with the rounds that are complete, if there are any.
     """
     from statistics import fmean
 
@@ -259,9 +259,19 @@ def _run_all(
             tried = [plan.fix for plan in plans if not number or refusal(plan, before[0], after[plan.fix]) is None]
             # Every other round is the other way around: what drifts is not always later.
             names = (WITHOUT, *tried) if number % 2 or not number else (*reversed(tried), WITHOUT)
-            for name in names:
-                after.get(name, before).append(run(name, number, names))
-                need_timed(before[-1], options)
+            done: dict[str, Attempt] = {}
+            try:
+                for name in names:
+                    done[name] = run(name, number, names)
+                    if name == WITHOUT:
+                        need_timed(done[name], options)
+            except KeyboardInterrupt:
+                if number < 2:
+                    raise
+                return before, after
+            before.append(done.pop(WITHOUT))
+            for name, attempt_of in done.items():
+                after[name].append(attempt_of)
     return before, after
 
 

@@ -13,6 +13,7 @@ from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import duration, percent, plural, significant, size, span, whole_percent
 
 MOST_FINDINGS = 3  # of one rule
+_MANY_OTHERS = 0.1  # of all cores
 _MOST_ROWS = 8
 UNSURE_SHARE = 0.05  # of the run's steps: if a change may have begun anywhere within more, the finding says so
 _FIXES = {
@@ -292,7 +293,14 @@ def stall_findings(run: Run) -> list[Finding]:
     longest = max(found, key=lambda stall: stall.ns)
     names = {"data": "waiting for data", "suspended": "while the machine slept"}
     names[STOPPED] = "while the process was stopped"
-    why = f", {names[longest.kind]}" if longest.kind in names else ", for no known reason"
+    why = ", for no known reason"
+    fix = "stepscope run --when 'step_time > 3x' SCRIPT  # takes a window when it happens"
+    others = run.tracks["others_share"].at(longest.step) if "others_share" in run.tracks else None
+    if longest.kind in names:
+        why = f", {names[longest.kind]}"
+    elif others is not None and others >= _MANY_OTHERS:
+        why = f", while other processes, or other machines on the same host, had {whole_percent(others)} of the cores"
+        fix = "run it on a machine of its own  # or with fewer jobs beside it"
     rows = [{"step": each.step, "duration_ns": each.ns, "why": each.kind} for each in found]
     rows.sort(key=lambda row: -int(str(row["duration_ns"])))
     times = "once" if len(found) == 1 else plural(len(found), "time")
@@ -301,7 +309,7 @@ def stall_findings(run: Run) -> list[Finding]:
         Finding(
             sentence=f"Training stalls {times}: {span(total_ns)} of the run's {span(run.end_ns)}. The "
             f"longest takes {span(longest.ns)} at {run.when(longest.step)}{why}.",
-            fix="stepscope run --when 'step_time > 3x' train.py  # takes a window when it happens",
+            fix=fix,
             evidence=(Evidence("stalls", rows[:_MOST_ROWS]),),
             saving_ns=total_ns / max(1, run.num_steps),
             rows=("slow_steps",),

@@ -145,7 +145,8 @@ class Progress:
             left = f"about {num_left * seconds:.1f} s" if num_steps > 1 else f"the first took {seconds:.1f} s"
             self._write(f"{title}: {num_left} step(s), {left}" if num_steps else f"{title}: {num_left} step(s)")
         elif is_new and self._exits:
-            self._write("all windows done; the script stops when its throughput is known")
+            num = LEAST_FREE_STEPS if self._windows.free is None else self._windows.free
+            self._write(f"all windows done; the script stops after {num} more step(s), for the throughput")
         elif is_new:
             self._write("all windows done; the script continues (--exit-after would stop it)")
         else:

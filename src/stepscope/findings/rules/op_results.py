@@ -78,8 +78,7 @@ def discarded_gradients(case: Case) -> list[Finding]:
         sentence=f"{_number(case, unused)} of the backward pass compute gradients that no update uses: "
         f"{case.cost_text(float(saving_ns))}. They are cleared, or replaced, before an optimizer reads them. They "
         f"belong to the forward at {lines_text(table)}{called}.",
-        fix=f"other(x.detach())  # x: what {where} led to, where it goes to the other loss; "
-        "or make it under torch.no_grad(), or model.requires_grad_(False) for that backward",
+        fix=f"other(x.detach())  # x: what {where} led to, where it goes to the other loss",
         saving_ns=saving_ns,
         derived="the step without these ops, which were followed from op to op in one step",
         confidence="high",

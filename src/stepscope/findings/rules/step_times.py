@@ -31,7 +31,7 @@ def _loader_fix(case: Case, waited_ns: float) -> str:
     facts = case.recording.facts if case.has_recording else {}
     loader = facts.get("loader") or {}
     workers, cores = loader.get("num_workers"), (facts.get("flags") or {}).get("num_cores")
-    if workers is None:
+    if workers is None and cores is None:
         return _FIX
     ranks = (facts.get("environment") or {}).get("world_size") or 1
     cores = max(1, cores // ranks) if cores else None  # of each rank
@@ -44,7 +44,8 @@ def _loader_fix(case: Case, waited_ns: float) -> str:
                 f"prepare the batches once and store them{cheaper}: {whose}, which workers would share with training"
             )
         workers = f"DataLoader(..., num_workers={min(spare, 8)}, persistent_workers=True)"
-        return f"{workers}  # now 0: training loads it{cheaper}"
+        now = "if it has none" if loader.get("num_workers") is None else "now 0: training loads it"
+        return f"{workers}  # {now}{cheaper}"
     # Workers that are always busy give one batch per step: more of them, for a step without the wait.
     wanted = -(-workers * case.step_ns // max(1.0, case.step_ns - waited_ns))
     if wanted <= spare:
