@@ -182,3 +182,32 @@ def test_measuring_needs_torch_and_the_standard_library_only(words, tmp_path):
     )
 
     assert done.returncode == 0, done.stderr
+
+
+LOOP = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(60):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.long
+def test_a_recording_is_verified_where_traces_cannot_be_read(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules.update(dict.fromkeys(('polars', 'msgspec')))\n"
+    )
+    (tmp_path / "train.py").write_text(LOOP)
+    (tmp_path / "after.py").write_text(LOOP + "\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    start = [sys.executable, "-m", "stepscope"]
+    subprocess.run([*start, "run", "--quiet", "-o", "before", "train.py"], cwd=tmp_path, env=environment, check=True)
+
+    verify = ["verify", "before", "--rounds", "1", "--fix", "launch_bound=after.py"]
+    done = subprocess.run([*start, *verify], capture_output=True, text=True, cwd=tmp_path, env=environment)
+
+    assert done.returncode == 4 and "polars is missing" in done.stdout, done.stderr

@@ -101,6 +101,43 @@ def test_what_a_compiling_step_collects_as_garbage_happens_once(tmp_path):
     assert (found.step_ns, dict(found.between_ns)) == (10 * MS, {})
 
 
+def test_garbage_of_a_probe_is_measuring(tmp_path):
+    steps = [sample(step, window) for step, window in enumerate(["clean"] * 8 + ["memory"] + ["free"] * 8)]
+    steps[8]["host_ns"] = {**steps[8]["host_ns"], "garbage_collection": 240 * MS}
+    steps[8]["wall_ns"] += 240 * MS
+    facts = cpu_facts(command={"argv": ["train.py"], "exit_after": True})
+    found = loop_time(read_recording(write_recording(tmp_path / "run", facts, steps)), on_device=False)
+
+    assert (found.step_ns, dict(found.between_ns)) == (10 * MS, {})
+    assert {row.name: row.ns for row in found.rows}["measuring"] == pytest.approx(240 * MS, rel=0.05)
+
+
+@pytest.mark.parametrize(("on_device", "num"), [(True, 18), (False, 20)])
+def test_a_host_that_gets_ahead_of_an_empty_gpu_is_not_its_pace(tmp_path, on_device, num):
+    steps = [sample(step) for step in range(8)]
+    steps += [
+        sample(8 + place, "free", host_ns={"unattributed": ms * MS}) for place, ms in enumerate([4, 7] + [10] * 10)
+    ]
+    for step in steps:
+        step["wall_ns"] = sum(step["host_ns"].values())
+    found = loop_time(read_recording(write_recording(tmp_path / "run", cpu_facts(), steps)), on_device=on_device)
+
+    assert found.num_measured == num
+    assert (found.step_ns == 10 * MS) == on_device
+
+
+@pytest.mark.parametrize(("wait_ms", "num"), [(0, 24), (3, 16)])
+def test_what_workers_have_ready_counts_if_they_keep_up(tmp_path, wait_ms, num):
+    steps = [
+        sample(step, "free", host_ns={"forward": 10 * MS, "data": (wait_ms if step >= 8 else 0) * MS})
+        for step in range(24)
+    ]
+    facts = cpu_facts(steps={"num_prefetched": 8})
+    found = loop_time(read_recording(write_recording(tmp_path / "run", facts, steps)), on_device=False)
+
+    assert (found.step_ns, found.num_measured) == ((10 + wait_ms) * MS, num)
+
+
 def test_throughput_divides_work_and_time_of_the_same_steps(tmp_path):
     """Batches of 8 that grow to 32, with 1 ms per sample: 1,000 samples per second at any time."""
     sizes = [8] * 20 + [16] * 20 + [32] * 20
@@ -149,4 +186,4 @@ def test_batches_that_were_made_during_slow_steps_are_not_a_higher_pace(tmp_path
     facts = cpu_facts(steps={"num_prefetched": 8})
     found = loop_time(read_recording(write_recording(tmp_path / "run", facts, steps)), on_device=False)
 
-    assert (found.step_ns, found.num_measured) == (10 * MS, 128)
+    assert (found.step_ns, found.num_measured) == (10 * MS, 136)

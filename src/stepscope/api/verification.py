@@ -361,6 +361,12 @@ def _expected_gains(session: Session | None, device_name: str | None, chosen: li
     if session is None:
         return {}
     from stepscope.analysis.comparison.verification import Expected
+    from stepscope.session import need_read_side
+
+    try:
+        need_read_side()
+    except StepscopeError as error:  # where only torch is: the times are known all the same
+        return {each.text: Expected(None, None, False, None, f"diagnose: {error}") for each in chosen}
     from stepscope.findings.diagnose import all_rules, diagnose
     from stepscope.findings.fixes import expected_of
 

@@ -11,7 +11,7 @@ from statistics import median
 from stepscope.analysis.time.statistics import quantile
 from stepscope.trace.recording import Recording, StepSample
 
-MOST_LAUNCH_NS = 8_000  # that a launch costs more; up to 7.7 µs were measured on hosts of H200s
+MOST_LAUNCH_NS = 15_000  # that a launch costs more; up to 10 µs were measured on hosts of H200s
 MOST_COPY_NS = 300_000  # the same of a copy from or to the host; 195 µs were measured, of 0.7 MB to pageable memory
 FEWEST = 8  # steps before and after
 _STANDARD_ERRORS = 3.0

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from statistics import fmean, median, pvariance
 
 from stepscope.analysis.time.after_trace import launch_cost_ns, without_launch_cost
@@ -40,6 +41,9 @@ ROWS = (
 GAPS = ("before_forward", "before_backward", "other")  # between the passes of a step
 LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however much they differ
 UNTIMED = "warmup"
+_COLLECTION = "garbage_collection"
+_NO_WAIT = 0.01  # of the time
+_MOST_LEAD, _LEAST_OF_USUAL = 4, 0.9  # steps by which a host may be ahead, and the share of others that they take
 FENCE = 7.0  # distances from the first quartile to the median: Tukey's outer fence of a symmetric distribution
 LEAST_EXCESS = 1.5  # of the median
 NOT_DRAINED = "up to {} batches had been prefetched: more steps would show whether the DataLoader keeps up"
@@ -89,7 +93,7 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     `on_device` takes the clean steps by the GPU's clock.
     """
     cost_ns = launch_cost_ns(recording, _passes_ns)
-    recording = without_launch_cost(recording, cost_ns)
+    recording = _without_own_collections(without_launch_cost(recording, cost_ns))
     undisturbed = _undisturbed(recording)
     if not undisturbed:
         return None
@@ -129,6 +133,19 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     )
 
 
+def _without_own_collections(recording: Recording) -> Recording:
+    """Return a recording whose probed steps collect no garbage: what probes allocate made them, in passes that count
+    as measuring."""
+    samples = []
+    for sample in recording.samples:
+        own_ns = sample.host_ns.get(_COLLECTION, 0) if sample.window not in (UNTIMED, "clean", "free") else 0
+        if own_ns:
+            times = {**sample.host_ns, _COLLECTION: 0, "unattributed": sample.host_ns.get("unattributed", 0) + own_ns}
+            sample = replace(sample, host_ns=times, num_times={**sample.num_times, _COLLECTION: 0})
+        samples.append(sample)
+    return replace(recording, samples=tuple(samples))
+
+
 def beside_ns(loop: LoopTime | None, typical_ns: float) -> tuple[float, float]:
     """Return what lies between steps, and what slow steps take longer than a typical one, per step."""
     between_ns = 0.0 if loop is None else sum(loop.between_ns.values())
@@ -155,12 +172,27 @@ def _measured(recording: Recording, undisturbed: Sequence[StepSample], on_device
     has_ranks = (recording.facts.get("environment") or {}).get("world_size", 1) > 1
     # Ranks wait for the one that is last to prepare a window.
     samples = _drained(undisturbed, max(_num_prefetched(recording), int(has_ranks))) or undisturbed
+    if not has_ranks and sum(s.host_ns.get(DATA, 0) for s in samples) < _NO_WAIT * sum(s.wall_ns for s in samples):
+        samples = undisturbed  # the workers keep up: steps that use up what is ready are like the others
+    samples = _without_lead(samples) if on_device else samples
     in_most = _in_most(undisturbed)
     times = _at_mean_work(samples, [_step_only_ns(sample, on_device, in_most) for sample in samples])
     first = num_unsettled(times)
     # Steps that become faster use up batches that workers made during slow ones: they are not the pace alone.
     is_refilled = _num_prefetched(recording) and fmean(times[first:]) < fmean(times)
     return samples if is_refilled else samples[first:]
+
+
+def _without_lead(samples: Sequence[StepSample]) -> Sequence[StepSample]:
+    """Return steps without the first free ones, in which the host gets ahead of a GPU that probes have emptied."""
+    free = [sample for sample in samples if sample.window == "free"]
+    if len(free) < FEWEST:
+        return samples
+    least_ns = _LEAST_OF_USUAL * median(map(_passes_ns, free))
+    lead = set(range(free[0].step, free[0].step + _MOST_LEAD))
+    short = takewhile(lambda sample: sample.step in lead and _passes_ns(sample) < least_ns, free)
+    left_out = {sample.step for sample in short}
+    return [sample for sample in samples if sample.step not in left_out]
 
 
 def _other_steps(
@@ -271,10 +303,11 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
         if not first:
             return 0.0, is_whole or kind == "loader_start"
         return times[first] / (num_steps if is_whole else max(first, num_steps - first)), True
-    later_ns, num_later = times.total() - times[first], len(times) - 1
-    # The first time may compile, or open files. It may also be a short trial, as trainers make one.
-    all_ns = later_ns + min(times[first], later_ns / num_later)
-    return all_ns / num_steps if is_whole else all_ns / (num_later + 1) * num_later / (last - first), True
+    later_ns = times.total() - times[first]
+    if is_whole:
+        # The first time may compile, or open files. It may also be a short trial, as trainers make one.
+        return (later_ns + min(times[first], later_ns / (len(times) - 1))) / num_steps, True
+    return later_ns / (last - first), True
 
 
 def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tuple[LoopRow, ...], int]:
