@@ -60,7 +60,10 @@ def main() -> int:
             [*stepscope, "show", str(folder), "--json"], capture_output=True, text=True, env=environment
         )
         loop = json.loads(shown.stdout)["loop"]
-        first, card_ms = loop["num_steps"] - loop["num_measured"], loop["step_ns"] / 1e6
+        # Lines with steps of the windows have what probes take between them.
+        windows = json.loads((folder / "recording.json").read_text())["windows"]
+        first = max(loop["num_steps"] - loop["num_measured"], sum(windows.values()))
+        card_ms = loop["step_ns"] / 1e6
         lines = [(int(step), float(ms)) for step, ms in PACE.findall(done.stdout)]
         own_ms = statistics.mean(ms for (begin, _), (_, ms) in pairwise(lines) if begin >= first)
         print(f"| {name} | {own_ms:.3f} | {card_ms:.3f} | {card_ms / own_ms - 1:+.1%} |", flush=True)
