@@ -43,12 +43,15 @@ PROGRAMS = {
 }
 
 
+MEASURED = [words_of(line) for block, line in LINES if block.page == "README.md" and "stepscope run" in line]
+
+
 @pytest.fixture(scope="module")
 def recording(forks, tmp_path_factory):
     """The README's own command, on a script of that name."""
     folder = tmp_path_factory.mktemp("first")
     (folder / "train.py").write_text(SCRIPT)
-    (words,) = [words_of(line) for block, line in LINES if block.page == "README.md" and "stepscope run" in line]
+    words, _ = MEASURED
     code, _, error = forks.run(["-m", *words], folder, {})
     assert code == 0, error
     (run,) = (folder / "runs").iterdir()
@@ -112,6 +115,17 @@ def test_what_a_newcomer_reads(place, monkeypatch):
 
     assert not failed and len(done) >= 3
     assert opened
+
+
+@pytest.mark.long
+def test_the_readme_measures_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    words = [sys.executable, "-m", *MEASURED[1]]
+
+    done = subprocess.run(words, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+
+    assert done.returncode == 0 and "A step takes" in done.stdout, done.stderr
 
 
 def test_the_python_of_every_page(place, forks):

@@ -219,7 +219,10 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Fact]:
     if summary.num_kernels_per_step is not None:
         yield Fact("launches", f"{summary.num_kernels_per_step:,.0f} kernels per step")
     if summary.observer_effects:
-        effects = ", ".join(f"{effect.window} {effect.ratio:.2f}×" for effect in summary.observer_effects)
+        effects = ", ".join(
+            f"{effect.window} {effect.ratio:.2f}×{' (noise)' * (effect.ratio < 1)}"
+            for effect in summary.observer_effects
+        )
         yield Fact("overhead", effects, "probed step ÷ clean step; clean steps are not probed")
 
 

@@ -8,7 +8,7 @@ from stepscope.analysis.time.summary import Summary
 from stepscope.devices import nearest_names
 from stepscope.document.model import Fact
 from stepscope.document.verdict import named_between, rounded
-from stepscope.formatting import count, milliseconds, percent, plural, shortened, significant, size
+from stepscope.formatting import count, milliseconds, percent, plural, shortened, significant, size, whole_percent
 from stepscope.formatting import flops as as_flops
 from stepscope.trace.compile_file import count_of, entries
 from stepscope.trace.recording import Recording
@@ -52,7 +52,7 @@ def step_facts(summary: Summary) -> Iterator[Fact]:
     how = f"median of {plural(step.num_samples, 'clean step')}, 95 % CI {low} to {high}, {clock}"
     yield Fact("typical step", f"{median}, p10 {p10}, p90 {p90}", how)
     if step.p90 - step.p10 > NOISY_SPREAD * step.median:
-        spread = percent((step.p90 - step.p10) / step.median)
+        spread = whole_percent((step.p90 - step.p10) / step.median)
         yield Fact("noise", f"p10 to p90 spans {spread} of the median", "look at samples.jsonl, or add --clean steps")
     if summary.num_compiling:
         compiled = plural(summary.num_compiling, "clean step compiled and is", "clean steps compiled and are")

@@ -80,7 +80,10 @@ def _average_and_typical(summary: Summary, typical: str) -> str:
     between_ns = sum(loop.between_ns.values())
     rest = loop.step_ns - between_ns - step.median
     if rest < -DIFFERS * step.median:
-        return f"; the {plural(summary.num_clean, 'timed step')} were slower, {typical} typically. Of a timed step"
+        others = f" than the other {rounded(loop.step_ns - between_ns)}" if between_ns > DIFFERS * step.median else ""
+        timed = plural(summary.num_clean, "timed step")
+        beside = f", {rounded(between_ns)} of it between steps" if others else ""
+        return f"{beside}; the {timed} were slower{others}, {typical} typically. Of a timed step"
     added = sorted(loop.between_ns.items(), key=lambda item: -item[1])
     texts = [f"{rounded(ns)} for {named_between(name)}" for name, ns in added if ns > DIFFERS * step.median]
     if rest > DIFFERS * step.median:
