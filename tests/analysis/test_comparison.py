@@ -200,7 +200,7 @@ def test_a_recording_with_a_gpu_is_told_by_class_and_module_of_the_clean_step(tm
     assert classes["at the same time as other work"].base == classes["at the same time as other work"].new == -50_000
     assert {row.name: row.delta for row in tables["module"].rows}["net"] == 2 * MS
     memory = {each.what: each.reason for each in comparison.pairs[0].missing}["memory"]
-    assert memory.startswith("base: ") and "stepscope run" in memory
+    assert memory.startswith("both: ") and "stepscope run" in memory
     assert comparison.pairs[0].change("step_time").verdict == "too few samples"
 
 

@@ -135,7 +135,7 @@ def test_the_card_has_the_same_ledger(capsys):
 
     assert card.to_json()["ledger"] == ledger.to_json()
     assert main(["show", str(recording)]) == 0
-    assert "A step's 126 ms, down to what its work needs" in capsys.readouterr().out
+    assert "A step's 127 ms, down to what its work needs" in capsys.readouterr().out
 
 
 def test_a_card_without_a_readable_trace_says_so(tmp_path):

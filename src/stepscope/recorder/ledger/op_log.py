@@ -99,7 +99,9 @@ class OpLog:
         caller = None
         is_inside = False  # a module
         for frame in frames:
-            is_inside |= (is_modules := frame.f_code.co_name in _OF_MODULES)
+            is_named = frame.f_code.co_name in _OF_MODULES
+            is_modules = is_named and isinstance(frame.f_locals.get("self"), torch.nn.Module)
+            is_inside |= is_modules
             if is_inside and not is_modules and not is_library(frame.f_code.co_filename):
                 caller = self._name(frame)
                 break
