@@ -45,6 +45,11 @@ def test_the_first_of_several_is_cold_and_the_later_ones_tell_their_length(loop)
     assert loop(step3=300, step6=60, step9=60).between_ns == {"evaluation": 15 * MS}
 
 
+def test_of_two_times_both_are_as_long_as_they_were(loop):
+    """A long look after the first half, and a short one in the end, of a script that ran to its end."""
+    assert loop(step6=300, tail=60).between_ns == {"evaluation": 30 * MS}
+
+
 def test_a_run_that_was_stopped_tells_how_often_by_the_distance_from_first_to_last(loop):
     """Every fourth step: before step 2, 6 and 10, and the run ends in the middle of a period."""
     assert loop(step2=60, step6=60, step10=60, exit_after=12).between_ns == {"evaluation": 15 * MS}

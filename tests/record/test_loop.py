@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import time
+from statistics import median
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from stepscope.recorder.history.writer import Writer
 from stepscope.recorder.session import Session
 from stepscope.recorder.step_ends import Owners
+from stepscope.recorder.updates import UpdateWatch
 from stepscope.recorder.windows import Windows
 
 
@@ -48,3 +55,62 @@ def test_a_transform_of_the_data_that_is_a_module_is_no_model(tmp_path):
     text = (tmp_path / "samples.jsonl").read_text()
     assert "restart" not in text and "lead" not in text
     assert text.count('"num_samples": 4,') == 8
+
+
+@pytest.mark.parametrize("updates_by_hand", [False, True])
+def test_waiting_for_a_disk_that_is_slow_belongs_to_no_step(tmp_path, monkeypatch, updates_by_hand):
+    monkeypatch.setattr(Writer, "settle", lambda self: time.sleep(0.2))
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(tmp_path, windows=Windows(warmup=2, clean=5, trace=0, memory=0), facts={})
+    session.start()
+    for _ in range(9):
+        model(torch.ones(4, 8)).mean().backward()
+        if updates_by_hand:
+            with torch.no_grad():
+                model.weight -= 0.1
+        else:
+            optimizer.step()
+    session.close("finished")
+
+    lines = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line.get("window") in ("warmup", "clean")]
+    assert len(steps) >= 7 and median(step["wall_ns"] for step in steps) < 0.1e9
+
+
+def test_the_optimizer_of_a_server_that_averages_its_clients_ends_no_step(tmp_path):
+    server = torch.nn.Linear(8, 2)
+    outer = torch.optim.SGD(server.parameters(), lr=0.7, momentum=0.9)
+    session = Session(tmp_path, windows=Windows(warmup=2, clean=40, trace=0, memory=0), facts={})
+    session.start()
+    for _ in range(5):
+        client = copy.deepcopy(server)
+        inner = torch.optim.SGD(client.parameters(), lr=0.1)
+        for _ in range(4):
+            inner.zero_grad()
+            client(torch.ones(6, 8)).mean().backward()
+            inner.step()
+        for ours, theirs in zip(server.parameters(), client.parameters()):
+            ours.grad = ours.data - theirs.data
+        outer.step()
+    session.close("finished")
+
+    facts = json.loads((tmp_path / "recording.json").read_text())
+    text = (tmp_path / "samples.jsonl").read_text()
+    assert facts["steps"]["num_steps"] == 20 and "joined" not in text
+    assert text.count('"num_samples": 6,') == 20
+
+
+def test_parameters_whose_memory_is_freed_after_the_backward_are_not_compared():
+    """FSDP frees what it has gathered: the leaves of the graph have no values then."""
+    weight, bias = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(2))
+    watch = UpdateWatch()
+    loss = (torch.ones(3, 4) @ weight + bias).sum()
+    watch.backward_begins(loss)
+    loss.backward()
+    bias.untyped_storage().resize_(0)
+    watch.backward_ended()
+
+    assert not watch.changed()
+    weight.untyped_storage().resize_(0)
+    assert not watch._values_differ()

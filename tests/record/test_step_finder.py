@@ -45,6 +45,22 @@ def test_a_critic_may_step_several_times():
     assert boundaries(finder, "CCCCGCCCCCG") == "....E.....E"
 
 
+def test_an_outer_optimizer_without_a_backward_of_its_own_ends_no_step():
+    """Local SGD: it moves the parameters by the sum of many steps; of new clients' too."""
+    finder = StepFinder()
+    assert boundaries(finder, "IIII") == "EEEE"
+    for _ in range(3):
+        assert finder.saw(OPTIMIZER, "O", has_backward=False) is Boundary.NONE
+        assert boundaries(finder, "IIII") == "EEEE" and finder.num_sources == 1
+    assert boundaries(finder, "JJJJ") == "EEEE" and finder.saw(OPTIMIZER, "O", has_backward=False) is Boundary.NONE
+
+
+def test_optimizers_that_share_a_backward_make_up_one_step():
+    finder = StepFinder()
+    found = [finder.saw(OPTIMIZER, who, has_backward=who == "A") for who in "ABABAB"]
+    assert "".join(SHORT[one] for one in found) == "EEJE.E"
+
+
 def test_three_optimizers_in_any_order():
     finder = StepFinder()
 

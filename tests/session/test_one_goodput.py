@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,19 @@ def test_a_signal_that_stops_the_process_is_an_event(tmp_path: Path) -> None:
         assert process.wait(120) == 0
     stopped = [event for event in load(tmp_path / "run").events if event.event == "stopped"]
     assert stopped and sum(event.ns for event in stopped) > 2 * SECOND
+
+
+def test_garbage_that_a_probe_made_is_measuring(tmp_path: Path) -> None:
+    run = run_of(None, load(write_history(tmp_path / "run", Run(num_steps=400))))
+    first, *rest = run.blocks
+    collected = {**first.host_ns, "garbage_collection": first.host_ns.get("garbage_collection", 0) + MS}
+    rows = []
+    for window in ("free", "memory"):
+        block = first._replace(window=window, wall_ns=first.wall_ns + MS, host_ns=collected)
+        found = goodput(replace(run, blocks=[block, *rest]))
+        assert found is not None
+        rows.append(found.rows)
+
+    free, probed = (found.get("garbage collection", 0) for found in rows)
+    assert free - probed == collected["garbage_collection"]
+    assert rows[1]["measuring"] - rows[0].get("measuring", 0) >= MS

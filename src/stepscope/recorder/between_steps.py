@@ -18,9 +18,10 @@ MAX_CALLED = 10_000  # models and lines
 FIRST_SEEN = 2  # the step from which on all models and sizes are known
 # Functions that call the trained model without gradients. The innermost that matches decides. What is printed or
 # shown is to be looked at: training does not read it.
-_EVALUATES = re.compile(r"eval|valid|test|predict|estimate|infer|(?:^|_)(?:print|show|display|preview|visuali[sz]e)")
+_EVALUATES = re.compile(r"eval|valid|test|estimate|(?:^|_)(?:print|show|display|preview|visuali[sz]e)")
 _COLLECTS = re.compile(r"rollout|collect|explor|episode|play")
-# What an evaluation calls as well as a rollout: it decides if nothing else does.
+# What an evaluation calls as well as a rollout: they decide if nothing else does.
+_PREDICTS = re.compile(r"predict|infer")
 _ACTS = re.compile(r"(?:^|_)act(?:ions?)?(?:_|$)")
 
 
@@ -161,19 +162,22 @@ def _kind(names: Iterable[str], generation: str = ROLLOUT) -> str | None:
 
     `generation` is what generating text or images counts as, unless another name on the stack decides.
 
-    >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["collect_rollouts", "learn"])
+    >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["predict", "collect_rollouts"])
     ('evaluation', 'rollout')
     >>> _kind(["get_action", "evaluate"]), _kind(["get_action", "<module>"])
     ('evaluation', 'rollout')
     >>> _kind(["generate", "print_samples", "<module>"]), _kind(["generate", "<module>"])
     ('evaluation', 'rollout')
     """
-    acts = generates = False
+    acts = generates = predicts = False
     for name in names:
         if _EVALUATES.search(name):
             return EVALUATION
         if _COLLECTS.search(name):
             return ROLLOUT
         acts |= bool(_ACTS.search(name))
+        predicts |= bool(_PREDICTS.search(name))
         generates |= "generat" in name  # an evaluation may generate too
-    return ROLLOUT if acts else generation if generates else None
+    if acts:
+        return ROLLOUT
+    return EVALUATION if predicts else generation if generates else None

@@ -54,7 +54,7 @@ class Loop:
         self.finder = StepFinder()
         self.facts = StepFacts()
         self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._last_optimizer: Any = None  # a weak reference
+        self._last_optimizer: Any = None  # a weak reference to the one that ended a step
         self._owners = Owners()
         self.observer: Ledger | None = None
         self.is_free = self.is_open = False
@@ -67,6 +67,7 @@ class Loop:
         self._deferred = Boundary.NONE
         self._label_around_data: str | None = None
         self._backward_seen = self._awaits_backward = self._gradients_unused = False
+        self._has_backward = False  # since the last step of an optimizer
         self._asides: list[tuple[str, str | None]] = []  # what is going on beside training, and the label around it
         self._called_in_eval_mode = self._trains_in_eval_mode = False
 
@@ -231,7 +232,7 @@ class Loop:
         self.finder.trains = True
         is_last = self.between.backward_begins()
         self.facts.backward_begins(self._gradients.state)
-        self._backward_seen = True
+        self._backward_seen = self._has_backward = True
         self._awaits_backward = False
         self._trains_in_eval_mode |= self._called_in_eval_mode
         if self.is_free:
@@ -301,8 +302,11 @@ class Loop:
         self._open()
         self.between.training_goes_on()
         self._switch(self._outer_label())
-        self._last_optimizer = weakref.ref(optimizer)
-        self._end(self.finder.saw(BY_OPTIMIZER, self._owners.number(optimizer)))
+        boundary = self.finder.saw(BY_OPTIMIZER, self._owners.number(optimizer), self._has_backward)
+        self._has_backward = False
+        if boundary is not Boundary.NONE:
+            self._last_optimizer = weakref.ref(optimizer)
+        self._end(boundary)
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Look for the model, if it is one that is trained after another."""
@@ -341,6 +345,7 @@ class Loop:
 
     def usual_optimizer_ended(self) -> None:
         self._optimizer_stack.clear()
+        self._has_backward = False
         self.between.training_goes_on()
         self._switch(None)
 

@@ -54,29 +54,26 @@ class Session:
         self._windows, self._model, self._on_roots = windows, model, on_roots
         self._tokens_per_step, self._exit_after, self._inference = tokens_per_step, exit_after, inference
         self._progress = Progress(windows, exit_after, progress or (lambda _line: None))
-        self._last_ns = 0  # of the last step
         self._pid = os.getpid()
         self._handles: list[Handle] = []
         self._trace_handles: list[Handle] = []
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts, memory_in_full, windows.trace_slowest, windows.memory > 0)
         self._loop = Loop(self._clock, self._step_ended)
-        self._loop.usual.steps_ended, self._loop.usual.interpreted = self._usual_steps_ended, self._go_on
+        self._loop.usual.steps_ended, self._loop.usual.interpreted = self._usual_steps_ended, self._interpreted
         self.phase, self.stop_listening = self._loop.phase, self._loop.stop_listening
         self.aside_begins, self.aside_ended = self._loop.aside_begins, self._loop.aside_ended
         self._roots = self._loop.roots
         self._run = WholeRun(folder, self._probes, is_script, when, limit)
         self._samples, self._loop.usual.losses = self._run.samples, self._run.losses
-        self._step = 0
+        self._step = self._free_ns = self._last_ns = 0
         self._window = self._windows.at(0)
-        self._free_ns = 0
         # Forwards that ended a step: the steps of inference, or an evaluation. All, and the last ones.
         self._all_forwards_ns, self._forwards_ns = 0, deque[int](maxlen=MAX_STEPS_OF_ONE + 1)
         self._source: str | None = None  # what ended the first step
         self._is_closed = self._is_abandoned = False
         self._begun: list[NotedStep] = []  # the first steps, and how much they compiled
-        self._restarts = False  # when the open step ends
-        self._has_roots = False
+        self._restarts = self._has_roots = False  # restarts when the open step ends
         self._num_compiles = 0
         if optimizer is not None:
             self._loop.optimizers[id(optimizer)] = optimizer
@@ -221,9 +218,17 @@ class Session:
             self._progress.step_ended(self._step, step.wall_ns, self._window, entered=self._window != finished)
         self._loop.facts = StepFacts()
         self._num_compiles = self._probes.compiler.num_compiles
+        if not self._loop.usual.is_interpreting:
+            self._run.settle(self._loop.is_free)
         self._clock.begin_step()  # the recorder's own work since the step ended belongs to no step
         if not self._loop.usual.is_interpreting:
             self._go_on()
+
+    def _interpreted(self) -> None:
+        """Go on after usual steps: the next one has begun already."""
+        with self._clock.stopped():
+            self._run.settle(self._loop.is_free)
+        self._go_on()
 
     def _go_on(self) -> None:
         """Begin another step, the cheap way if possible, unless the recording can end here."""
@@ -237,20 +242,18 @@ class Session:
             if self._run.writer.error is not None:
                 self.abandon(self._run.writer.error)
                 return
-            self._samples.keep_up()
-            self._run.look(time.perf_counter_ns())
-            self._progress.step_ended(self._step, self._last_ns, self._window, entered=False)
+            with self._clock.stopped():
+                self._samples.keep_up()
+                self._run.look(time.perf_counter_ns())
+                self._progress.step_ended(self._step, self._last_ns, self._window, entered=False)
             if self._exit_after and self._has_settled():
                 raise WindowsDone
             most_steps = self._run.most_steps(self._step)
-            if not self._exit_after:
+            if self._exit_after:
+                most_steps = min(most_steps, self._windows.num_steps + windows.MOST_FREE_STEPS - self._step)
+            if not self._exit_after or rank_and_world_size()[1] == 1:  # ranks must stop at the same step
                 self._loop.start_usual(in_full=False, most_steps=most_steps)
-            elif rank_and_world_size()[1] == 1:  # ranks must stop at the same step
-                num_left = self._windows.num_steps + windows.MOST_FREE_STEPS - self._step
-                self._loop.start_usual(in_full=False, most_steps=min(num_left, most_steps))
-            return
-        self._run.writer.settle()  # a kill loses no step
-        if self._window == windows.CLEAN and self._probes.device is None:
+        elif self._window == windows.CLEAN and self._probes.device is None:
             num_left = self._run.windows(self._windows).num_left(self._step)
             # The last one is interpreted alone: the next window looks at what it left in memory.
             self._loop.start_usual(in_full=True, most_steps=max(1, num_left - 1))
@@ -278,13 +281,11 @@ class Session:
         self._clock.begin_step()
 
     def _has_settled(self) -> bool:
-        if self._loop.finder.source == FORWARD and not self._infers():
+        infers = self._inference or not self._roots.can_train()
+        if self._loop.finder.source == FORWARD and not infers:
             return False  # this may be an evaluation before the training
         num_free, free_ns = self._step - self._windows.num_steps, time.perf_counter_ns() - self._free_ns
         return windows.has_settled(num_free, free_ns, rank_and_world_size()[1], self._windows.free)
-
-    def _infers(self) -> bool:
-        return self._inference or not self._roots.can_train()
 
     def _join(self) -> None:
         """Take the last steps as one: several optimizers make up a step, as the second round shows."""

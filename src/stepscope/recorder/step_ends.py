@@ -63,11 +63,16 @@ class StepFinder:
         self._events: deque[tuple[Any, bool]] = deque(maxlen=MAX_STEPS_OF_ONE + 1)
         self._num_turns = 0
 
-    def saw(self, source: str, who: Any) -> Boundary:
-        """Return what it means that `who` (an optimizer or a root module) has just finished."""
+    def saw(self, source: str, who: Any, has_backward: bool = True) -> Boundary:
+        """Return what it means that `who` (an optimizer or a root module) has just finished.
+
+        `has_backward` is false for an optimizer that steps without a backward since the last step of any.
+        """
         if source is self.source and self.is_usual and who in self._known:
             self._events.append((who, True))
             return Boundary.END
+        if not has_backward and source == self.source and self._moves_what_others_trained(who):
+            return Boundary.NONE
         if _RANK[source] < _RANK[self.source] or (source == FORWARD and self.trains):
             return Boundary.NONE
         self.trains |= source in (OPTIMIZER, UPDATE)
@@ -113,6 +118,14 @@ class StepFinder:
             self._know(set(self._stepped) if self._num_turns <= MAX_TURNS else self._known)
             return Boundary.RESTART
         return Boundary.NONE
+
+    def _moves_what_others_trained(self, who: Any) -> bool:
+        """Return whether this optimizer moves the parameters by the sum of several steps of another, as local SGD does.
+
+        It ends no step. One that shares the backward of another steps as often.
+        """
+        last = [one for one, _ in self._events][-2:]
+        return who not in self._known and len(last) == 2 and last[0] == last[1] != who
 
     def _runs_since(self, who: Any) -> list[tuple[Any, int]]:
         """Return who stepped since the last steps of `who`, with those, and how many times in a row; or nothing.

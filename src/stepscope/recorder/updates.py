@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ class UpdateWatch:
         if (not self._counters_show or has_dispatch_modes()) and not self._relies_on_gradients():
             # Not subclasses: comparing sharded tensors would communicate.
             plain = (torch.Tensor, nn.Parameter)
-            alive = [leaf for leaf in (one() for one in self._watched) if leaf is not None and type(leaf) in plain]
+            alive = [leaf for one in self._watched if type(leaf := one()) in plain and _has_values(leaf)]
             with torch.no_grad(), _disable_current_modes():
                 for leaf in sorted(alive, key=torch.Tensor.numel)[:NUM_PROBED]:
                     self._probed.append((weakref.ref(leaf), _values(leaf).clone()))
@@ -101,7 +101,7 @@ class UpdateWatch:
             return False
         with torch.no_grad(), _disable_current_modes():
             known = ((one(), old) for one, old in self._probed)
-            return any(leaf is not None and not torch.equal(_values(leaf), old) for leaf, old in known)
+            return any(_has_values(leaf) and not torch.equal(_values(leaf), old) for leaf, old in known)
 
     def _relies_on_gradients(self) -> bool:
         first = next((one() for one in self._watched), None)
@@ -121,6 +121,14 @@ def _address(tensor: torch.Tensor) -> int:
         return int(tensor.data_ptr())
     except RuntimeError:
         return 0  # a tensor without storage, such as a sharded one
+
+
+def _has_values(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return whether a tensor is alive with its memory: FSDP frees what it has gathered."""
+    if tensor is None:
+        return False
+    end = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride())) + 1
+    return not tensor.numel() or end * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,22 @@ from statistics import median
 
 from stepscope.analysis.run.interruptions import UNKNOWN, stalls
 from stepscope.analysis.run.series import FREE, RESTART, Run, TimeBlock
-from stepscope.analysis.time.loop_time import BETWEEN, DATA, MEASURING, OTHER, ROWS, TRAINING, WARMUP
+from stepscope.analysis.time.loop_time import (
+    BETWEEN,
+    COLLECTION,
+    DATA,
+    MEASURING,
+    OTHER,
+    ROWS,
+    TRAINING,
+    UNTIMED,
+    WARMUP,
+)
 
 STARTUP, STALLS, RESTARTS, REPEATED = "start-up", "stalls", "restarts", "repeated steps"
 ALL_ROWS = (*ROWS[:-2], STARTUP, STALLS, RESTARTS, REPEATED, MEASURING, OTHER)
 _CHECKPOINT, _FINISHED = "checkpoint", "finished"
+_WITHOUT_PROBES = (UNTIMED, "clean", FREE)
 
 
 @dataclass(frozen=True)
@@ -66,9 +77,11 @@ def _add_blocks(run: Run, rows: dict[str, int]) -> None:
     usual_ns = median(_rest_ns(block) / block.num_steps for block in run.free or run.blocks)
     at = 0
     for block in run.blocks:
+        is_probed = block.window not in _WITHOUT_PROBES
         for kind, ns in block.host_ns.items():
             if kind == DATA or kind in BETWEEN:
-                rows[BETWEEN.get(kind, DATA)] += ns
+                # What probes allocate makes garbage.
+                rows[MEASURING if is_probed and kind == COLLECTION else BETWEEN.get(kind, DATA)] += ns
         rest_ns = _rest_ns(block)
         stalled_ns = 0
         while at < len(stalled) and stalled[at][0] < block.step + block.num_steps:

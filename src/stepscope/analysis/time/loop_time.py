@@ -41,7 +41,7 @@ ROWS = (
 GAPS = ("before_forward", "before_backward", "other")  # between the passes of a step
 LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however much they differ
 UNTIMED = "warmup"
-_COLLECTION = "garbage_collection"
+COLLECTION = "garbage_collection"
 _NO_WAIT = 0.01  # of the time
 _MOST_LEAD, _LEAST_OF_USUAL = 4, 0.9  # steps by which a host may be ahead, and the share of others that they take
 FENCE = 7.0  # distances from the first quartile to the median: Tukey's outer fence of a symmetric distribution
@@ -138,10 +138,10 @@ def _without_own_collections(recording: Recording) -> Recording:
     as measuring."""
     samples = []
     for sample in recording.samples:
-        own_ns = sample.host_ns.get(_COLLECTION, 0) if sample.window not in (UNTIMED, "clean", "free") else 0
+        own_ns = sample.host_ns.get(COLLECTION, 0) if sample.window not in (UNTIMED, "clean", "free") else 0
         if own_ns:
-            times = {**sample.host_ns, _COLLECTION: 0, "unattributed": sample.host_ns.get("unattributed", 0) + own_ns}
-            sample = replace(sample, host_ns=times, num_times={**sample.num_times, _COLLECTION: 0})
+            times = {**sample.host_ns, COLLECTION: 0, "unattributed": sample.host_ns.get("unattributed", 0) + own_ns}
+            sample = replace(sample, host_ns=times, num_times={**sample.num_times, COLLECTION: 0})
         samples.append(sample)
     return replace(recording, samples=tuple(samples))
 
@@ -305,8 +305,10 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
         return times[first] / (num_steps if is_whole else max(first, num_steps - first)), True
     later_ns = times.total() - times[first]
     if is_whole:
-        # The first time may compile, or open files. It may also be a short trial, as trainers make one.
-        return (later_ns + min(times[first], later_ns / (len(times) - 1))) / num_steps, True
+        # The first time may open files. It may also be a short trial, as trainers make one. One other time does not
+        # show how long the usual ones are.
+        usual_ns = later_ns / (len(times) - 1) if len(times) > 2 else times[first]
+        return (later_ns + min(times[first], usual_ns)) / num_steps, True
     return later_ns / (last - first), True
 
 

@@ -74,6 +74,11 @@ class WholeRun:
         if self._control is None:
             self._begin()
 
+    def settle(self, is_free: bool) -> None:
+        """Wait until the steps so far are written, so that a kill loses none: not in free running."""
+        if not is_free:
+            self.writer.settle()
+
     def write_recording(self, text: str) -> None:
         """Write the recording.json of the run, or of the triggered window."""
         folder = self._folder if self.triggered is None else self.triggered.folder
