@@ -120,7 +120,7 @@ class StepFinder:
         return Boundary.NONE
 
     def _moves_what_others_trained(self, who: Any) -> bool:
-        """Return whether this optimizer moves the parameters by the sum of several steps of another, as local SGD does.
+        """Return whether this optimizer moves the parameters by the sum of another's steps, as in local SGD.
 
         It ends no step. One that shares the backward of another steps as often.
         """
