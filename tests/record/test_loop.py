@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from stepscope.recorder import between_steps
 from stepscope.recorder.history.writer import Writer
 from stepscope.recorder.session import Session
 from stepscope.recorder.step_ends import Owners
@@ -114,3 +115,24 @@ def test_parameters_whose_memory_is_freed_after_the_backward_are_not_compared():
     assert not watch.changed()
     weight.untyped_storage().resize_(0)
     assert not watch._values_differ()
+
+
+@pytest.mark.parametrize(("num_samples", "what"), [(1, "rollout"), (64, None)])
+def test_what_the_trained_model_does_in_each_step_is_no_evaluation(tmp_path, monkeypatch, num_samples, what):
+    """It acts on one observation, and the best action is taken; or it labels a batch that is larger."""
+    monkeypatch.setattr(between_steps, "script_frames", lambda: iter(()))  # the names of tests tell what they are
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(tmp_path, windows=Windows(warmup=2, clean=20, trace=0, memory=0), facts={})
+    session.start()
+    for _ in range(20):
+        with torch.no_grad():
+            model(torch.ones(num_samples, 8)).argmax(1)
+        model(torch.ones(16, 8)).mean().backward()
+        optimizer.step()
+    session.close("finished")
+
+    lines = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    steps = [line["host_ns"] for line in lines if line.get("step", 0) >= 8 and "host_ns" in line]
+    found = [set(step) & {"evaluation", "rollout"} for step in steps]
+    assert found and all(each == ({what} if what else set()) for each in found)

@@ -16,6 +16,7 @@ from stepscope.recorder.values import parameters_in
 MAX_PLACES = 16
 MAX_CALLED = 10_000  # models and lines
 FIRST_SEEN = 2  # the step from which on all models and sizes are known
+LEAST_STEPS = 3  # in which a model is called without gradients, unless its batch is one that the step trains with
 # Functions that call the trained model without gradients. The innermost that matches decides. What is printed or
 # shown is to be looked at: training does not read it.
 _EVALUATES = re.compile(r"eval|valid|test|estimate|(?:^|_)(?:print|show|display|preview|visuali[sz]e)")
@@ -53,7 +54,7 @@ class Between:
 
     def step_begins(self, step: int) -> None:
         self._step = step
-        self._earlier_sizes, self._sizes = self._sizes, set()
+        self._earlier_sizes, self._sizes = self._sizes or self._earlier_sizes, set()
         self.usual_backwards, self._num_backwards = self._num_backwards or self.usual_backwards, 0
 
     def trained_with(self, num_samples: int | None) -> None:
@@ -76,7 +77,8 @@ class Between:
 
         It is part of training if its model, or its line of the script, comes in each step, and if its model is a
         teacher, or if it makes something to train with, in training mode and with a batch of a size that the step
-        trains with: a GAN's fakes, a target.
+        trains with: a GAN's fakes, a target. What the trained model does in each step with fewer samples is a rollout,
+        and with more, labels of its own.
         """
         is_trained = self._is_trained(root)
         frame = next((frame for frame in script_frames() if frame.f_code.co_name != "forward"), None)
@@ -91,13 +93,22 @@ class Between:
             is_usual = root.training or is_regular  # else text or pictures to look at
             self._kind = self._named(ROLLOUT if is_usual else EVALUATION)
             if self._kind is None and root.training and is_trained:
-                is_alike = self._step < FIRST_SEEN or num_samples() in self._sizes | self._earlier_sizes
-                is_part = is_regular and is_alike
-                unnamed = FORWARD_OF_ANOTHER if is_part else FORWARD_WITHOUT_GRADIENTS
+                unnamed = self._unnamed(root, num_samples()) if is_regular else FORWARD_WITHOUT_GRADIENTS
                 self._kind = ROLLOUT if self._samples else unnamed
             self._kind = self._kind or EVALUATION
             self.note_place(self._kind)
         return self._kind
+
+    def _unnamed(self, root: nn.Module, num_samples: int | None) -> str:
+        """Return what the trained model does in training mode in each step, by the size of the batch."""
+        sizes = self._sizes | self._earlier_sizes
+        if self._step < FIRST_SEEN or num_samples in sizes:
+            return FORWARD_OF_ANOTHER
+        known = [size for size in sizes if size is not None]
+        _, num_steps, _ = self._called[id(root)]
+        if num_samples is None or num_steps < LEAST_STEPS or not known:
+            return FORWARD_WITHOUT_GRADIENTS
+        return ROLLOUT if num_samples < min(known) else FORWARD_OF_ANOTHER
 
     @property
     def before_training(self) -> str:
