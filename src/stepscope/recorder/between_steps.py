@@ -77,8 +77,8 @@ class Between:
 
         It is part of training if its model, or its line of the script, comes in each step, and if its model is a
         teacher, or if it makes something to train with, in training mode and with a batch of a size that the step
-        trains with: a GAN's fakes, a target. What the trained model does in each step with fewer samples is a rollout,
-        and with more, labels of its own.
+        trains with: a GAN's fakes, a target. What the trained model does in each step with fewer samples is a
+        rollout, and with more, labels of its own.
         """
         is_trained = self._is_trained(root)
         frame = next((frame for frame in script_frames() if frame.f_code.co_name != "forward"), None)
