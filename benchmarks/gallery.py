@@ -269,7 +269,7 @@ overlap, so their savings do not add up: torch.compile, for one, is the fix for 
 so steps in which the GPU waits for it vary from run to run.
 
 These savings are predictions. `stepscope improve` made such changes and measured them on the same GPU:
-[nanoGPT 1.24×, a Hugging Face Trainer 2.56×, ResNet-50 2.93×](results/h200/improve/README.md).
+[nanoGPT 1.24×, a Hugging Face Trainer 2.56×, ResNet-50 3.24×](results/h200/improve/README.md).
 
 Whole investigations, each with its report: the [five studies](studies.md)
 [nano](results/h200/study-nano/report/report.md), [megalodon](results/h200/study-megalodon/report/report.md),
