@@ -67,6 +67,25 @@ def test_the_backward_belongs_to_it():
     assert finding.saving_ns == pytest.approx(2_000_000 + 2_600_000 - flash_ns, rel=1e-6)
 
 
+def test_copies_into_the_layout_of_its_products_belong_to_it():
+    """Before another product, the copy lays out something else; one that casts is needed for its dtype."""
+    program = Program()
+    heads = [4, 16, LENGTH, SIZE]
+    program.op("aten::copy_", [heads, heads, []], 400, BF16)
+    program.op("aten::mm", [[8192, 2048], [2048, 2048]], 500, BF16)
+    program.op("aten::copy_", [heads, heads, []], 40, BF16)
+    program.op("aten::copy_", [heads, heads, []], 400, [BF16, "float", "Scalar"])
+    program.op("aten::copy_", [[4, LENGTH, 2048], [4, LENGTH, 2048], []], 400, BF16)
+    forward(program)
+    program.op("aten::copy_", [[4, LENGTH, 16, SIZE], [4, LENGTH, 16, SIZE], []], 60, BF16)
+
+    (finding,) = handwritten_attention(program.case())
+
+    flash_ns = 2 * PRODUCT_FLOPS / 2 / FLASH * 1e9
+    assert finding.saving_ns == pytest.approx(2_300_000 + 100_000 - flash_ns, rel=1e-6)
+    assert "with 7 kernels" in finding.sentence
+
+
 def test_a_softmax_by_hand_counts_too():
     program = Program()
     forward(program, softmax="aten::exp")

@@ -1,6 +1,6 @@
 """Attention on the GPU: backend, mask and FLOPs of each call, and the work of attention written by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -122,10 +122,11 @@ def handwritten_attention(sized: pl.DataFrame) -> pl.DataFrame:
     """Return the GPU work of handwritten attention, one row per event, from work with sizes (`with_sizes`).
 
     It is found where a product creates a queries × keys tensor, a softmax or exponential reads it, and another
-    product takes the result; all work on tensors of that shape belongs to it. `flops` and `peak_dtype` are those of
-    products, else null. `is_mask` marks ops that apply a mask.
+    product takes the result; all work on tensors of that shape belongs to it, and copies that only lay out the
+    products' other operands. `flops` and `peak_dtype` are those of products, else null. `is_mask` marks ops that
+    apply a mask.
     """
-    read = sized.select(
+    read = sized.sort("start_ns", "event").select(
         "event", "op", "root_op", "phase", "duration_ns", "flops", "peak_dtype", "shape", "shapes", "dtypes"
     )
     rows = [
@@ -143,7 +144,41 @@ def handwritten_attention(sized: pl.DataFrame) -> pl.DataFrame:
             is_product = product(row["op"], operands(row["shapes"], None)) is not None
             marks = {"is_mask": _is_mask(row, num_elements, keys), "is_softmax": row["op"] in _SOFTMAX}
             found.append({**row, **sizes, **marks, **({} if is_product else {"flops": None, "peak_dtype": None})})
-    return pl.DataFrame(found, schema=_HANDWRITTEN)
+    return pl.DataFrame([*found, *_layout_copies(rows, found)], schema=_HANDWRITTEN)
+
+
+def _layout_copies(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield copies of queries, keys, values, results or their gradients into another layout: products need them, but
+    a fused attention reads and writes heads where they are.
+
+    They lie between the same two other products as the attention.
+    """
+    own = {row["event"]: row for row in found}
+    run: list[dict[str, Any]] = []
+    for row in [*rows, None]:
+        if row is not None and (row["event"] in own or product(row["op"], operands(row["shapes"], None)) is None):
+            run.append(row)
+            continue
+        products = [own[each["event"]] for each in run if each["event"] in own and own[each["event"]]["flops"]]
+        for each in run:
+            of = next((one for one in products if _is_layout_copy(each, one)), None)
+            if of is not None and each["event"] not in own:
+                sizes = {name: of[name] for name in ("num_elements", "num_queries", "num_keys", "head_size")}
+                marks = {"flops": None, "peak_dtype": None, "is_mask": False, "is_softmax": False}
+                yield {**each, **sizes, **marks}
+        run = []
+
+
+def _is_layout_copy(row: dict[str, Any], of: dict[str, Any]) -> bool:
+    """Return whether a copy keeps the dtype of a tensor of all heads × queries or keys × head size."""
+    tensors = [one for one in operands(row["shapes"], row["dtypes"]) if isinstance(one, Tensor)]
+    if row["op"] != "aten::copy_" or len(tensors) < 2 or tensors[0].dtype != tensors[1].dtype:
+        return False
+    num_heads = of["num_elements"] // (of["num_queries"] * of["num_keys"])
+    shape = tensors[0].shape
+    lengths = {of["num_queries"], of["num_keys"]} & {*shape}
+    is_whole = any(tensors[0].num_elements == num_heads * length * of["head_size"] for length in lengths)
+    return is_whole and len(shape) in (3, 4) and of["head_size"] in shape
 
 
 def _attentions(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], int]:
