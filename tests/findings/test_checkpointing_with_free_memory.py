@@ -7,6 +7,7 @@ from device_cases import BF16, Program, without_shapes
 
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import checkpointing_with_free_memory
+from trace_builder import AUTOGRAD
 
 GIB = 1 << 30
 X, W = [8192, 1024], [1024, 4096]
@@ -33,6 +34,28 @@ def test_recomputation_with_room_for_it():
     assert finding.saving_ns == pytest.approx(2_000_000)
     assert "Recomputing 1 forward op" in finding.sentence
     assert "at most 1.00 GiB" in finding.sentence
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_the_node_does_around_it_on_the_host_belongs_to_it(is_reentrant):
+    """Unpacking, generators and contexts of a checkpoint, up to the node's own work, or its nested backward."""
+    program = step()
+    node, again, own = program.at, program.at + 40, program.at + 90
+    product = {"Input Dims": [X, W], "Input type": [BF16, BF16], "Concrete Inputs": ["", ""]}
+    program.trace.op("SomeBackward0", node, 200, AUTOGRAD, sequence=101, forward_thread=1)
+    program.trace.op("aten::mm", again, 20, AUTOGRAD, id=900, sequence=990, forward_thread=0, **product)
+    program.trace.launch("mm_kernel", again + 1, (program.runs, 2000), took=1, thread=AUTOGRAD, id=900)
+    if is_reentrant:
+        program.trace.op("OtherBackward0", own, 60, AUTOGRAD, sequence=100, forward_thread=1)
+    program.trace.op("aten::sum", own + 10 * is_reentrant, 20, AUTOGRAD, id=901)
+    program.trace.launch("sum_kernel", own + 11, (program.runs + 2000, 10), took=1, thread=AUTOGRAD, id=901)
+    program.at, program.runs = node + 200, program.runs + 2010
+
+    row = program.case().recomputed.row(-1, named=True)
+
+    begin_ns = row["start_ns"] - 40_000
+    assert (row["from_ns"], row["until_ns"]) == (begin_ns, begin_ns + 90_000)
+    assert row["end_ns"] == begin_ns + 60_000
 
 
 def test_room_for_a_part_of_it():

@@ -76,6 +76,9 @@ def stack_writing_ops(linked: Linked) -> pl.DataFrame:
 def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     """Return outermost ops that ran again inside the backward, by time, with their GPU work in `events`.
 
+    `from_ns` to `until_ns` is the time that the autograd node around an op spends on running its forward again: until
+    the node's next other work, an op or a nested node.
+
     Autograd numbers an op when it records a gradient through it. In a backward, that happens only if a forward is
     recomputed or with `create_graph=True`; in the latter case, no forward in the trace has such an op with these
     shapes.
@@ -97,7 +100,7 @@ def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     taken = linked.memory.filter(pl.col("bytes") > 0, pl.col("device_type") != 0)
     taken = taken.select(pl.col("op").alias("row"), pl.col("bytes").alias("allocated_bytes")).join(top_of, on="row")
     taken = taken.group_by("top").agg(pl.col("allocated_bytes").sum())
-    return (
+    table = (
         host.join(done, left_on="row", right_on="top", maintain_order="left", suffix="_done")
         .join(taken, left_on="row", right_on="top", how="left", maintain_order="left")
         .select(
@@ -105,6 +108,31 @@ def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
             "events", pl.col("duration_ns_done").alias("duration_ns"),
         )
     )  # fmt: skip
+    return _within_nodes(linked, table, top_of["row"])
+
+
+def _within_nodes(linked: Linked, again: pl.DataFrame, inner: pl.Series) -> pl.DataFrame:
+    """Return recomputed ops with `from_ns` and `until_ns`; `inner` are the rows of all ops in them."""
+    host, is_node = linked.host, _is_node(linked.host)
+    launching = host["row"].is_in(linked.device["op"].drop_nulls().implode())
+    others = host.filter((launching & ~host["row"].is_in(inner.implode())) | is_node)
+    others = others.select("thread", "start_ns", pl.col("start_ns").alias("other_ns")).sort("start_ns")
+    nodes = ancestor(host, is_node).gather(again["row"])
+    placed = again.with_columns(
+        host["thread"].gather(again["row"]).alias("thread"),
+        host["start_ns"].gather(nodes).alias("begin_ns"),
+        host["end_ns"].gather(nodes).alias("finish_ns"),
+    )
+    before, after = (
+        placed.select("thread", "start_ns").join_asof(
+            others, on="start_ns", by="thread", strategy=strategy, check_sortedness=False
+        )["other_ns"]
+        for strategy in ("backward", "forward")
+    )  # fmt: skip
+    # A node that did other work before may have spent the time since on that.
+    from_ns = pl.when(before <= pl.col("begin_ns")).then("begin_ns").otherwise("start_ns")
+    until_ns = pl.min_horizontal("finish_ns", after)
+    return placed.select(*again.columns, from_ns.alias("from_ns"), until_ns.alias("until_ns"))
 
 
 def is_run_again(host: pl.DataFrame) -> pl.Series:

@@ -151,7 +151,7 @@ def checkpointing_with_free_memory(case: Case) -> list[Finding]:
     again = case.recomputed
     events = again["events"].explode().drop_nulls()
     change = case.without(events, is_loop=True)  # what the host does between two recomputed ops is theirs too
-    host = again.select("start_ns", "end_ns")
+    host = again.select(pl.col("from_ns").alias("start_ns"), pl.col("until_ns").alias("end_ns"))
     host = host if change.host is None else pl.concat([host, change.host.select("start_ns", "end_ns")])
     saving_ns = case.saving_ns(replace(change, host=stretches(host)))
     if not case.is_worth(saving_ns):
