@@ -10,6 +10,7 @@ from any_trace import any_trace
 from stepscope.analysis.structure.cpu_work import with_cpu_work
 from stepscope.analysis.structure.links import link
 from stepscope.analysis.structure.work import work
+from stepscope.analysis.time.overhead import Overhead, recorded_ns
 from stepscope.analysis.time.replay import Change, Replay, typical_steps
 from stepscope.analysis.time.what_if import choose, stretches, without
 from stepscope.errors import UsageError
@@ -89,6 +90,26 @@ def test_the_host_goes_on_when_a_wait_is_gone():
     # The second launch comes 95 µs sooner, but for half a microsecond that the call took beside its waiting: its
     # kernel starts at 110 µs, and the host's step ends 94.5 µs after that.
     assert replay.play(Change(unwaited=frozenset(replay.waits))).done_ns == pytest.approx(300_000 - 95_000)
+
+
+def test_the_launcher_of_a_compiled_kernel_costs_as_much_as_ten_events():
+    trace = TraceBuilder().op("aten::mm", 10, 20, id=1).op("triton_poi_fused_add_0", 40, 20, id=2)
+
+    assert recorded_ns(link(trace.read()).host).to_list() == [10_000] + 10 * [40_000]
+
+
+def test_a_clean_step_that_the_usual_overhead_does_not_explain_had_a_faster_host():
+    replay = Replay(link(host_bound().read()))
+    usual = replay.usual_overhead
+    usual_ns = replay.play(Change(overhead=usual)).done_ns
+    traced_ns = replay.play(Change()).done_ns
+
+    for clean_ns in (0.8 * usual_ns, (usual_ns + traced_ns) / 2):
+        overhead = replay.overhead_at(clean_ns)
+        assert replay.play(Change(overhead=overhead)).done_ns == pytest.approx(clean_ns, rel=1e-3)
+        assert (overhead.factor < 1) == (clean_ns < usual_ns)
+        assert overhead.ns_per_event <= usual.ns_per_event
+    assert replay.overhead_at(0.1 * usual_ns) == Overhead(usual.ns_per_event, 0.5)
 
 
 def queued_before() -> TraceBuilder:

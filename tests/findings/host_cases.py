@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handmade import gpu_recording
+from stepscope.analysis.time.overhead import Overhead
 from stepscope.session.case import Case
 from stepscope.trace.recording import read_recording
 from trace_builder import TraceBuilder
@@ -19,7 +20,7 @@ def case_of(trace: TraceBuilder | None, recording: Path | None = None) -> Case:
     """The case of a trace, of a recording, or of both."""
     folder = recording or Path("trace.json")
     case = Case(folder, trace.read() if trace else None, 0, read_recording(recording) if recording else None)
-    case.__dict__["profiler_ns_per_event"] = 0.0
+    case.__dict__["overhead"] = Overhead()
     return case
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from host_cases import case_of, kernel, steps
 
+from stepscope.analysis.time.overhead import Overhead
 from stepscope.findings.rules.launches import launch_bound
 from trace_builder import TraceBuilder
 
@@ -61,7 +62,7 @@ def test_how_the_gpu_stood_in_other_steps_is_left_out():
 
 def test_the_step_that_is_saved_from_is_the_one_without_the_profiler():
     case = case_of(steps(many_small))
-    case.__dict__["profiler_ns_per_event"] = 40_000.0  # twice for each kernel: 20 µs of the host's 100 are left
+    case.__dict__["overhead"] = Overhead(40_000.0)  # twice for each kernel: 20 µs of the host's 100 are left
 
     assert case.starved_ns == case.step.done_ns - 20 * 5_000 < 600_000
     (finding,) = launch_bound(case)

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.time.overhead import Overhead
 from stepscope.analysis.time.replay import Change, Replay, Replayed
 from stepscope.analysis.time.what_if import choose, stretches
 from stepscope.display import Shown
@@ -59,7 +60,7 @@ def what_if(
         if not 0 <= factor < math.inf:
             raise UsageError(f"{words}: the factor must be 0 or greater, not {factor}.")
     replay = Replay(case.linked)
-    profiler_ns = case.profiler_ns_per_event if clean else 0.0
+    overhead = case.overhead if clean else Overhead()
     durations: dict[int, float] = {}
     for words, factor in scale:
         for event, ns in choose(case.all_work, words).select("event", "duration_ns").iter_rows():
@@ -70,8 +71,8 @@ def what_if(
         left = stretches(replay.host_stretches(), host)
         change = replace(change, host=left)
     unwaited = frozenset() if waits else frozenset(replay.waits)
-    change = replace(change, duration_ns=durations, unwaited=unwaited, profiler_ns_per_event=profiler_ns)
-    before = replay.play(Change(profiler_ns_per_event=profiler_ns))
+    change = replace(change, duration_ns=durations, unwaited=unwaited, overhead=overhead)
+    before = replay.play(Change(overhead=overhead))
     return WhatIf(
         num_steps=replay.num_steps,
         num_work=len(replay.events),

@@ -29,6 +29,7 @@ from stepscope.analysis.time.cpu_ledger import BETWEEN, cpu_ledger
 from stepscope.analysis.time.idle_causes import idle_gaps
 from stepscope.analysis.time.ledger import Ledger, LedgerFacts, ledger
 from stepscope.analysis.time.loop_time import beside_ns
+from stepscope.analysis.time.overhead import Overhead
 from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
@@ -327,14 +328,14 @@ class Case(PerStep):
     # -- what a change saves --------------------------------------------------------------------------------------
 
     @cached_property
-    def profiler_ns_per_event(self) -> float:
-        """What the profiler adds to the host time per event, fitted to the clean step time if it is known."""
-        return self.replay.profiler_ns_per_event if self.clean_ns is None else self.replay.fitted_to(self.clean_ns)
+    def overhead(self) -> Overhead:
+        """What the profiler adds to host time, fitted to the clean step time if it is known."""
+        return self.replay.usual_overhead if self.clean_ns is None else self.replay.overhead_at(self.clean_ns)
 
     @cached_property
     def step(self) -> Replayed:
         """A typical step without the profiler, replayed."""
-        return self.replay.play(Change(profiler_ns_per_event=self.profiler_ns_per_event))
+        return self.replay.play(Change(overhead=self.overhead))
 
     @property
     def step_ns(self) -> float:
@@ -364,7 +365,7 @@ class Case(PerStep):
         if self.is_on_cpu:
             less_ns = spared_ns(change) * self.clean_share + self._shorter_ns(change)
             return Saving(max(0.0, less_ns / self.num_steps), change)
-        changed = self.replay.play(replace(change, profiler_ns_per_event=self.profiler_ns_per_event))
+        changed = self.replay.play(replace(change, overhead=self.overhead))
         return Saving(max(0.0, self.step.done_ns - changed.done_ns), change)
 
     def is_worth(self, saving_ns: float) -> bool:
@@ -382,9 +383,8 @@ class Case(PerStep):
 
     def scaled_to(self, total_ns: float, events: Sequence[int]) -> dict[int, float]:
         """Return the duration of each piece of work, by event, if all of it takes `total_ns`."""
-        durations_ns = [self._duration_ns[event] for event in events]
-        factor = total_ns / max(1, sum(durations_ns))
-        return {event: ns * factor for event, ns in zip(events, durations_ns)}
+        factor = total_ns / max(1, sum(self._duration_ns[event] for event in events))
+        return {event: self._duration_ns[event] * factor for event in events}
 
     @cached_property
     def _duration_ns(self) -> dict[int, int]:

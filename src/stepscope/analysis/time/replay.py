@@ -22,16 +22,13 @@ from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import matches
 from stepscope.analysis.structure.once import once
 from stepscope.analysis.time.idle_causes import ALLOCATING, PLANNING_NS
+from stepscope.analysis.time.overhead import MOST_SLOWER, NOTHING, PROFILER_SHARE, Overhead, recorded_ns
 from stepscope.analysis.time.syncs import syncs
 
-PROFILER_SHARE = 0.32
-"""Share of host time that the profiler needs to record ops and calls with shapes and memory, from traces whose clean
-step is known (docs/whatif.md). It is a share because a slow host records slowly too."""
-_MOST_PROFILER_NS = 20_000.0  # per recorded event
 _QUEUE_LENGTH = 1024  # queued GPU events before the next launch blocks
 _HELD_NS = 10_000  # A stream that could continue but does not for longer than this is blocked by something
 _STOOD_NS = 1_000_000  # pauses between queued GPU work are shorter
-_NEVER = 2**62
+_NEVER, _PARTS = 2**62, 2**12
 _LEAST_SHARE = 0.2  # the profiler's part never reduces the host time between two ticks below this share
 _MOST_STEPS = 8  # for long traces: more steps add little, but cost time in each replay
 _LIKE = 1.25  # steps within this factor are alike
@@ -51,8 +48,7 @@ class Change:
     host: pl.DataFrame | None = None
     """Host time that shrinks: `start_ns`, `end_ns`, disjoint and ordered, and the `factor` that is left."""
     unwaited: frozenset[int] = frozenset()  # the `event`s of calls that no longer wait
-    profiler_ns_per_event: float = 0.0
-    """Subtracted from host time per event that the profiler recorded; 0 replays the trace as recorded."""
+    overhead: Overhead = NOTHING  # subtracted from host time; by default the trace is replayed as recorded
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class _Tick:
     time_ns: int
     kind: int
     call: int  # the call's `event`; for work without a launch in the trace, a negative number of its own
-    num_events: int  # events recorded by the profiler since the tick before
+    num_events: int  # what the profiler recorded since the tick before, in usual events
 
 
 class Replay:
@@ -147,9 +143,8 @@ class Replay:
         length = pl.col("end_ns") - pl.col("start_ns")
         allocating = host.filter(host["kind"].is_in(["runtime", "driver"]) & matches(host["name"], ALLOCATING))
         self._allocating_ns = int(allocating.filter(inside, length < PLANNING_NS).select(length.sum()).item())
-        written = host["start_ns"].filter(host["kind"].is_in(["op", "runtime", "driver", "python"])).sort()
         times = pl.Series([time for time, _, _ in ticks], dtype=pl.Int64)
-        counts = written.search_sorted(times, side="right").to_list()
+        counts = recorded_ns(host).search_sorted(times, side="right").to_list()
         self._ticks = [
             _Tick(time, kind, call, max(0, after - before))
             for (time, kind, call), before, after in zip(ticks, [counts[0], *counts], counts)
@@ -211,24 +206,27 @@ class Replay:
         ]
 
     @cached_property
-    def profiler_ns_per_event(self) -> float:
-        """What the profiler adds to host time per recorded event, from this trace's host time per event; pauses of a
-        millisecond or more and the driver's allocator are excluded."""
-        own_ns = num_events = 0.0
-        for tick, last_ns, since in self._own:
-            if last_ns < tick.time_ns and tick.time_ns - since < PLANNING_NS:
-                own_ns += tick.time_ns - since
-                num_events += tick.num_events * (tick.time_ns - since) / (tick.time_ns - last_ns)
-        return PROFILER_SHARE * max(0.0, own_ns - self._allocating_ns) / num_events if num_events else 0.0
+    def usual_overhead(self) -> Overhead:
+        """What the profiler adds, from this trace's host time per event without pauses and the driver's allocator."""
+        time, last, since, num = self._times
+        own_ns = (time - since).cast(pl.Float64)
+        is_short = (last < time) & (own_ns < PLANNING_NS)
+        num_events = (num * own_ns / (time - last)).filter(is_short).sum()
+        spent_ns = PROFILER_SHARE * max(0.0, own_ns.filter(is_short).sum() - self._allocating_ns)
+        return Overhead(spent_ns / num_events if num_events else 0.0)
 
-    def fitted_to(self, clean_ns: float) -> float:
-        """Return what the profiler adds per recorded event if a step without it takes `clean_ns`."""
-        low, high = 0.0, _MOST_PROFILER_NS
-        for _ in range(16):
-            middle = (low + high) / 2
-            is_slower = self.play(Change(profiler_ns_per_event=middle)).done_ns > clean_ns
-            low, high = (middle, high) if is_slower else (low, middle)
-        return high
+    def overhead_at(self, clean_ns: float) -> Overhead:
+        """Return the overhead if a clean step takes so long: less per event than usual, or a host that was slower."""
+        usual_ns = self.usual_overhead.ns_per_event
+        is_enough = self.play(Change(overhead=self.usual_overhead)).done_ns <= clean_ns
+
+        def change(share: float) -> Change:
+            ns, factor = (usual_ns * share, 1.0) if is_enough else (usual_ns, 1 - MOST_SLOWER * share)
+            return Change(overhead=Overhead(ns, factor))
+
+        shares = [part / _PARTS for part in range(_PARTS + 1)]
+        least = bisect_left(shares, True, hi=_PARTS, key=lambda share: self.play(change(share)).done_ns <= clean_ns)
+        return change(shares[least]).overhead
 
     @property
     def events(self) -> list[int]:
@@ -309,10 +307,12 @@ class Replay:
             share = 1 - change.host["factor"]
             covered = covered_before(change.host, pl.concat([time, since]), share)
             own -= covered.head(len(own)) - covered.tail(len(own))
-        if change.profiler_ns_per_event:
-            written = num.cast(pl.Float64) * change.profiler_ns_per_event * own / (time - last)
+        if change.overhead.ns_per_event:
+            written = num.cast(pl.Float64) * change.overhead.ns_per_event * own / (time - last)
             least, rest = own * _LEAST_SHARE, own - written
             own = own.zip_with(own == 0, least.zip_with(least > rest, rest))
+        if change.overhead.factor < 1:  # a pause does not depend on the host's speed
+            own = own.zip_with(time - since >= PLANNING_NS, own * change.overhead.factor)
         return own.to_list()
 
     def play(self, change: Change) -> Replayed:

@@ -75,7 +75,7 @@ def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
     saving_ns = case.host_saving_ns(entries)
     if not case.is_worth(saving_ns):
         return []
-    change = replace(saving_ns.change, profiler_ns_per_event=case.profiler_ns_per_event)
+    change = replace(saving_ns.change, overhead=case.overhead)
     host_ns = saving_ns if case.is_on_cpu else case.step.host_ns - case.replay.play(change).host_ns
     seen = (
         f"Each step calls {case.number_text(regions, 'compiled region')}, and entering the later ones "

@@ -38,7 +38,7 @@ def launch_bound(case: Case) -> list[Finding]:
     num_kernels = kernels.height / case.num_steps
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]  # numbers
     # Other rules report the stalls.
-    launching = Change(host=stretches(case.stalls), profiler_ns_per_event=case.profiler_ns_per_event)
+    launching = Change(host=stretches(case.stalls), overhead=case.overhead)
     host_ns = case.replay.play(launching).host_ns
     row = {"num_kernels": num_kernels, "median_kernel_ns": median_ns, "busy_ns": case.busy_ns, "host_ns": host_ns,
            "step_ns": step.done_ns, "starved_share": launches(case.linked).get("starved_share")}  # fmt: skip
