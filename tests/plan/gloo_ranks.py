@@ -79,12 +79,21 @@ def main(rank, num_ranks, port, request):
     one_pass()
     one_pass()
     one_pass.drop_gradients()
-    before = [getattr(tensor, "_local_tensor", tensor) for tensor in one_pass.tensors()]
+    tensors = stage_tensors(one_pass) if parallel.pp else one_pass.tensors()
+    before = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     if parallel.ddp:  # the reducer's buckets together have a place for every gradient
         before.append(torch.empty(sum(p.numel() * p.itemsize for p in module.parameters()), dtype=torch.uint8))
     print(measure.traced(one_pass, "cpu", before, None).peak_bytes)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def stage_tensors(one_pass):
+    """Every tensor of a stage that exists before a pass."""
+    module, states = one_pass._stage.submod, one_pass.optimizer.state.values() if one_pass.optimizer else []
+    found = [*one_pass._received(), *module.parameters(), *module.buffers(), *one_pass._inputs.values()]
+    found += [] if one_pass._targets is None else [one_pass._targets]
+    return found + [value for state in states for value in state.values() if hasattr(value, "untyped_storage")]
 
 
 if __name__ == "__main__":

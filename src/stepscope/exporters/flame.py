@@ -13,6 +13,7 @@ from stepscope.analysis.structure.nesting import ancestor
 from stepscope.analysis.structure.steps import LABELS
 from stepscope.document.colors import GREY, PHASES
 from stepscope.document.kernel_names import short_name
+from stepscope.document.sections.trees import Branch
 from stepscope.exporters.selection import Selection
 from stepscope.exporters.speedscope import OUR_LABEL
 from stepscope.exporters.tracks import module_paths
@@ -59,35 +60,25 @@ def folded_texts(stacks: Stacks) -> Iterator[str]:
         yield ";".join(safe(part, 1000).replace(";", ",") for part in stack) + f" {ns}\n"
 
 
-class _Frame:
-    def __init__(self) -> None:
-        self.ns = 0
-        self.inner: dict[str, _Frame] = {}
-
-
 def svg_texts(stacks: Stacks, title: str) -> Iterator[str]:
     """Yield the picture: the whole on top, its parts below, the largest first."""
-    whole = _Frame()
+    whole = Branch()
     for stack, ns in stacks.items():
-        frame = whole
-        frame.ns += ns
-        for part in stack:
-            frame = frame.inner.setdefault(part, _Frame())
-            frame.ns += ns
-    drawn: list[tuple[int, float, str, _Frame, str]] = [(0, 0.0, title, whole, "")]
-    scale = WIDTH / max(1, whole.ns)
+        whole.add(stack, ns)
+    drawn: list[tuple[int, float, str, Branch, str]] = [(0, 0.0, title, whole, "")]
+    scale = WIDTH / max(1, whole.total)
     for depth, left, _, frame, phase in drawn:  # grows while it is walked: those inside come after
-        for name, inner in sorted(frame.inner.items(), key=lambda one: -one[1].ns):
-            if inner.ns * scale >= NARROWEST:
+        for name, inner in sorted(frame.inner.items(), key=lambda one: -one[1].total):
+            if inner.total * scale >= NARROWEST:
                 drawn.append((depth + 1, left, name, inner, phase or name))
-            left += inner.ns * scale
+            left += inner.total * scale
     height = ROW * (1 + max(depth for depth, *_ in drawn)) + 2
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'role="img" font-family="system-ui, sans-serif" font-size="12">\n'
     )
     for depth, left, name, frame, phase in drawn:
-        yield _box(depth * ROW, left, frame.ns * scale, name, frame.ns, whole.ns, PHASES.get(phase, GREY))
+        yield _box(depth * ROW, left, frame.total * scale, name, frame.total, whole.total, PHASES.get(phase, GREY))
     yield "</svg>\n"
 
 

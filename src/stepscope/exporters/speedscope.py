@@ -14,7 +14,7 @@ import polars as pl
 from stepscope.analysis.structure.modules import MODULE_PREFIX
 from stepscope.analysis.structure.steps import PHASE_PREFIX
 from stepscope.exporters.selection import Selection
-from stepscope.exporters.tracks import module_paths
+from stepscope.exporters.tracks import module_paths, num_same
 from stepscope.version import __version__
 
 ENDINGS = (".speedscope.json", ".json", ".speedscope.json.gz", ".json.gz")
@@ -96,10 +96,8 @@ class Speedscope:
             if start < until:
                 start, end = until, max(until, end)
                 self.num_cut += 1
-            same = 0
-            if start == until:
-                while same < min(len(opened), len(stack)) - 1 and opened[same] == stack[same]:
-                    same += 1
+            # The innermost frame is always a new one.
+            same = num_same(opened[:-1], stack[:-1]) if start == until else 0
             for frame in reversed(opened[same:]):
                 yield _close(until, frame)
             for frame in stack[same:]:

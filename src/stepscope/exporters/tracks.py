@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import polars as pl
@@ -155,11 +156,9 @@ def _nested(runs: Iterable[Mapping[str, Any]], paths: Mapping[str, tuple[str, ..
     for run in runs:
         path = paths.get(run["module"] or "", ())
         keys = [(module, run["phase"]) for module in path]
-        num_same = 0
-        while num_same < min(len(opened), len(keys)) and opened[num_same][0] == keys[num_same]:
-            num_same += 1
-        del opened[num_same:]
-        for module, phase in keys[num_same:]:
+        same = num_same([key for key, _ in opened], keys)
+        del opened[same:]
+        for module, phase in keys[same:]:
             name = f"{module} (backward)" if phase == "backward" else module
             args = {"module": module, "phase": phase, "num_kernels": 0, "work_ns": 0}
             spans.append(Span(run["start_ns"], run["end_ns"], name, args))
@@ -169,6 +168,15 @@ def _nested(runs: Iterable[Mapping[str, Any]], paths: Mapping[str, tuple[str, ..
             span.args["num_kernels"] += run["num_kernels"]
             span.args["work_ns"] += run["work_ns"]
     return spans
+
+
+def num_same(one: Iterable[object], other: Iterable[object]) -> int:
+    """Return how many items two stacks share, from the outermost.
+
+    >>> num_same("abc", "abd")
+    2
+    """
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
 def module_paths(selection: Selection) -> dict[str, tuple[str, ...]]:

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from stepscope.recorder.ledger.storages import Allocation
 
@@ -100,17 +99,15 @@ class Allocator:
         before, after = block.previous, block.next
         if before is not None and before.is_free:
             self._take(before)
-            before.size += block.size
-            before.next = after
-            if after is not None:
-                after.previous = before
-            block = before
+            block.address, block.size, before = before.address, block.size + before.size, before.previous
         if after is not None and after.is_free:
             self._take(after)
-            block.size += after.size
-            block.next = after.next
-            if block.next is not None:
-                block.next.previous = block
+            block.size, after = block.size + after.size, after.next
+        block.previous, block.next = before, after
+        if before is not None:
+            before.next = block
+        if after is not None:
+            after.previous = block
         self._release(block)
 
     def _new_segment(self, size: int, is_small: bool, stream: int) -> Block:
@@ -237,7 +234,7 @@ def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = Tru
 
     Without `rounds`, as on a CPU, blocks have exactly the requested size and nothing stays reserved.
     """
-    heap: Any = Allocator(capacity_bytes) if rounds else _Plain()
+    heap = Allocator(capacity_bytes) if rounds else _Plain()
     player = _Player(events, heap)
     num_traced = len(events.cycles)
     settles_at: int | None = 1
@@ -276,7 +273,7 @@ def live_at_peak(events: Events, found: Replay, rounds: bool = True) -> list[tup
 class _Player:
     """Replays cycles into an allocator, and tracks the block of each allocation."""
 
-    def __init__(self, events: Events, heap: Any) -> None:
+    def __init__(self, events: Events, heap: Allocator) -> None:
         self._events, self._heap = events, heap
         self.blocks: dict[int, Block] = {}
         self.leaked: list[tuple[int, Block]] = []  # from earlier cycles, and never freed
@@ -309,12 +306,8 @@ class _Player:
             self._heap.free(block)
 
 
-class _Plain:
+class _Plain(Allocator):
     """An allocator whose blocks have exactly the requested size."""
-
-    def __init__(self) -> None:
-        self.allocated_bytes = self.peak_allocated_bytes = self.num_retries = 0
-        self.reserved_bytes = self.peak_reserved_bytes = 0
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Block:
         self.allocated_bytes += num_bytes

@@ -144,9 +144,7 @@ def trace(
     known_device = next((known for known in known_devices() if hardware_of(known) == hardware), None)
     capability = (9, 0) if hardware is None else hardware.compute_capability
     dispatch = CudaDispatch(device, capability, planned or known_device)
-    sharding = (
-        None if parallel is None else ranks_of(parallel, run, dispatch.device, recorder.storages, recorder.after_op)
-    )
+    sharding = ranks_of(parallel, run, dispatch.device, recorder.storages, recorder.after_op)
     offloads = parallel is not None and parallel.offload
     if sharding is None:
         mode = DatalessMode(dispatch.device, dispatch.kernels, recorder.after_op)
@@ -334,11 +332,10 @@ def _found(live: Mapping[int, int]) -> tuple[list[nn.Module], list[Any]]:
 
     # Compares types, because asking an object for its class can run its own code. Creates no objects on the way,
     # because that would trigger garbage collection.
-    kinds = (nn.Module, torch.optim.Optimizer)
-    things = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-    modules = [thing for thing in things if issubclass(type(thing), nn.Module)]
-    others = [thing for thing in things if not issubclass(type(thing), nn.Module)]
+    objects = gc.get_objects()
+    modules = [thing for thing in objects if issubclass(type(thing), nn.Module)]
+    optimizers = [thing for thing in objects if issubclass(type(thing), torch.optim.Optimizer)]
     modules = [module for module in modules if is_ours(module.parameters())]
     inside = {id(child) for module in modules for child in module.children()}
-    optimizers = [one for one in others if is_ours(p for group in one.param_groups for p in group["params"])]
+    optimizers = [one for one in optimizers if is_ours(p for group in one.param_groups for p in group["params"])]
     return [module for module in modules if id(module) not in inside], optimizers

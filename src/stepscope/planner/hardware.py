@@ -90,11 +90,7 @@ def buffer_bytes(
     first_power, second_power = (1 << (max(1, min(size, most)).bit_length() - 1) for size in (first, second))
     height = min(second_power, most // min(first_power, WARP))
     width = min(first_power, most // height)
-    inputs_step = outputs_step = 1
-    if is_inner:
-        inputs_step *= width
-    else:
-        outputs_step *= width
+    inputs_step, outputs_step = (width, 1) if is_inner else (1, width)
     values = -(-num_inputs // inputs_step)
     is_split_over_warps = values >= height * MIN_VALUES or values >= MAX_VALUES
     if is_split_over_warps:

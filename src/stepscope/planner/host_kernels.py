@@ -14,7 +14,7 @@ import torch
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepscope.planner.emulation.ops import kind_of, look
+from stepscope.planner.emulation.ops import kind_of, look, mapped
 from stepscope.planner.hardware import GEMMS
 from stepscope.recorder.values import tensors_in
 
@@ -68,7 +68,7 @@ class HostKernels:
             except Exception as error:
                 self._is_unknown(func, error)
         out, scratch_bytes = self._tried[key]
-        return _without_data(out), scratch_bytes
+        return mapped(_without_data, out), scratch_bytes
 
     def _is_unknown(self, func: Any, why: object) -> None:
         name = func.name().replace("::", ".").partition(".")[2]
@@ -94,7 +94,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
     # Kineto reads this once. Without it, torch 2.13 prints "profiler_start" to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-        args, kwargs = _with_data(args), _with_data(kwargs)
+        args, kwargs = mapped(_with_data, args), mapped(_with_data, kwargs)
         with profile(profile_memory=True, acc_events=True) as profiler:
             profiler.acc_events = False  # stop without parsing events
             out = func(*args, **kwargs)
@@ -103,31 +103,25 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
         running = list(accumulate((num_bytes for _, num_bytes in changes), initial=0))
         known, found = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in ((args, kwargs), out))
         # The schema of `_unsafe_view` does not say that it shares its input's memory.
-        return NotImplemented if known & found else _without_data(out), max(running) - running[-1]
+        return NotImplemented if known & found else mapped(_without_data, out), max(running) - running[-1]
 
 
 def _with_data(value: Any) -> Any:
-    """Return arguments with ones for meta tensors, and zeros for integers, which may be indices."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_meta:
-            return value
-        size = value.untyped_storage().nbytes() // max(1, value.element_size())
-        data = torch.full((size,), int(value.is_floating_point()), dtype=value.dtype, device="cpu")
-        return data.as_strided(value.shape, value.stride(), value.storage_offset())
-    if isinstance(value, dict):
-        return {name: _with_data(part) for name, part in value.items()}
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    return type(value)([_with_data(part) for part in value]) if isinstance(value, list | tuple) else value
+    """Return an argument; ones for a meta tensor, and zeros for integers, which may be indices."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return _as_large(value, int(value.is_floating_point()), "cpu")
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _without_data(value: Any) -> Any:
-    """Return outputs as meta tensors with storages as large: that of `mse_loss` has room for all it is a mean of."""
-    if isinstance(value, torch.Tensor):
-        size = value.untyped_storage().nbytes() // max(1, value.element_size())
-        data = torch.empty(size, dtype=value.dtype, device="meta")
-        return data.as_strided(value.shape, value.stride(), value.storage_offset())
-    return type(value)([_without_data(part) for part in value]) if isinstance(value, list | tuple) else value
+    """Return an output: a meta tensor with as large a storage. That of `mse_loss` has room for all it averages."""
+    return _as_large(value, 0, "meta") if isinstance(value, torch.Tensor) else value
+
+
+def _as_large(tensor: torch.Tensor, fill: int, device: str) -> torch.Tensor:
+    size = tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
+    data = torch.full((size,), fill, dtype=tensor.dtype, device=device)
+    return data.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @functools.cache

@@ -45,14 +45,8 @@ class Parallel:
         if self.pp is not None and self.schedule not in SCHEDULES:
             raise UsageError(f"--schedule {self.schedule}: choose from {', '.join(SCHEDULES)}")
         if self.pp is not None and self.num_microbatches < (self.pp if self.schedule == "1f1b" else 1):
-            raise UsageError(
-                f"--microbatches {self.num_microbatches}: {self.schedule} needs at least one"
-                + (
-                    f" for each of {self.pp} stages. Use more, or --schedule gpipe"
-                    if self.num_microbatches > 0
-                    else ""
-                )
-            )
+            each = f" for each of {self.pp} stages. Use more, or --schedule gpipe" * (self.num_microbatches > 0)
+            raise UsageError(f"--microbatches {self.num_microbatches}: {self.schedule} needs at least one{each}")
         if self.fsdp is None and (self.param_dtype or self.reduce_dtype):
             raise UsageError("--mixed-precision is FSDP2's: use it with --fsdp, or name a --dtype")
         for dtype in (self.param_dtype, self.reduce_dtype):

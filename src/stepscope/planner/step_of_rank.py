@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 def ranks_of(
-    parallel: Parallel, run: Mapping[str, Value], device: torch.device, storages: Storages, after_op: "AfterOp"
+    parallel: Parallel | None, run: Mapping[str, Value], device: torch.device, storages: Storages, after_op: "AfterOp"
 ) -> "Ranks | None":
     """Return what makes the module one of several ranks; None if there is one."""
-    way = parallel.way
-    if way is None:
+    if parallel is None or (way := parallel.way) is None:
         return None
     if run["compile"] != "off":
         raise UsageError(f"--{way} and --compile cannot be planned together: leave one out")

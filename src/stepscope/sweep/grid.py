@@ -1,11 +1,9 @@
 """The points of a grid: lists of values, multiplied or paired, from the command line, a TOML file or a function."""
 
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from stepscope.errors import UsageError
 from stepscope.sweep.run_knobs import RUN_KNOB_NAMES, RUN_KNOBS, least
 from stepscope.sweep.toml_file import read_toml
 from stepscope.workloads.registry import find, is_ours
-from stepscope.workloads.users_code import check_key, nearest, parse_value, users_code
+from stepscope.workloads.users_code import check_key, function_of, module_from_file, nearest, parse_value, users_code
 from stepscope.workloads.workload import Knob, Value, Workload
 
 PRESET = "preset"
@@ -191,17 +189,7 @@ def listed(values: Any) -> Axes:
 
 
 def _called(path: Path, function: str) -> Iterable[Any]:
-    spec = importlib.util.spec_from_file_location(f"stepscope_grid_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise UsageError(f"{path} not found")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    called = getattr(module, function, None)
-    if not callable(called):
-        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UsageError(f"{path} has no function {function!r}: {nearest(function, functions)}")
-    result = called()
+    result = function_of(module_from_file(path), str(path), function)()
     if not isinstance(result, Iterable) or isinstance(result, (str, Mapping)):
         raise UsageError(f"{path}:{function} must return a list of points")
     return result

@@ -28,6 +28,16 @@ BACKWARD_BEGINS = "stepscope.backward begins"
 LAUNCHES = ("cudaLaunch", "cuLaunch", "hipLaunch", "hipExtLaunch", "hipModuleLaunch", "GraphLaunch")
 
 
+def profiler(device: str, **options: Any) -> Any:
+    """Return torch's profiler of the host and of the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    # Kineto reads this once. Without it, torch 2.13 prints "profiler_start" to stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    return profile(activities=activities, acc_events=True, **options)
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -215,11 +225,6 @@ class Traced:
 
 def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor], keep: Path | None) -> Traced:
     """Profile one pass; `before` are the tensors that already exist, `keep` is where the trace is written."""
-    from torch.profiler import ProfilerActivity, profile
-
-    # Kineto reads this once. Without it, torch 2.13 prints "profiler_start" to stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
 
     def on_phase(phase: str) -> None:
         if phase == BACKWARD:
@@ -227,23 +232,22 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
                 pass
 
     on_cpu = device != "cuda"
-    wants_phases = isinstance(run_once, Pass)
-    profiler = profile(activities=activities, profile_memory=on_cpu, acc_events=True, record_shapes=keep is not None)
+    traces = profiler(device, profile_memory=on_cpu, record_shapes=keep is not None)
     gc.collect()  # older garbage freed during the pass would count as released by it
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in before}
     base_bytes = sum(storages.values())
     synchronize(device)
-    with profiler:
-        skip_event_parsing(profiler)
+    with traces:
+        skip_event_parsing(traces)
         start_ns = time.perf_counter_ns()
         with torch.profiler.record_function("ProfilerStep#0"):
-            run_once(on_phase) if wants_phases else run_once()
+            run_once(on_phase) if isinstance(run_once, Pass) else run_once()
             synchronize(device)
         traced_ns = time.perf_counter_ns() - start_ns
-    events = profiler.profiler.kineto_results.events()
+    events = traces.profiler.kineto_results.events()
     if keep is not None:
         keep.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(keep))
+        traces.export_chrome_trace(str(keep))
     is_launch = re.compile("|".join(LAUNCHES)).search
     on_host = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
     ops = Counter(event.name() for event in on_host if event.name() != "[memory]")

@@ -16,19 +16,8 @@ from unittest import mock
 
 from stepscope.errors import StepscopeError
 from stepscope.rows import KILLED
-from stepscope.sweep import memory
-from stepscope.sweep.protocol import (
-    CRASHED,
-    EXIT_CANNOT_WRITE,
-    OOM,
-    SKIPPED,
-    CannotRun,
-    CannotWrite,
-    Report,
-    Request,
-    first_line,
-    is_full_disk,
-)
+from stepscope.sweep import memory, protocol
+from stepscope.sweep.protocol import CRASHED, EXIT_CANNOT_WRITE, SKIPPED, CannotRun, CannotWrite, Report, Request
 
 _REFUSALS = ("No available kernel", "No viable backend")
 """What torch says when the only allowed backend cannot run, on a GPU and on a CPU."""
@@ -78,6 +67,7 @@ def refusal(
 # Of prctl(2).
 PARENT_DEATH_SIGNAL = 1
 CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
 
 
 def begin(request: Request, parent_id: int) -> None:
@@ -120,9 +110,8 @@ def die_with_parent(parent_id: int) -> None:
 
 def set_process(option: int, value: int) -> None:
     """Set a prctl option of this process; does nothing on other systems."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    if _LIBC is not None:
+        _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def _close_inherited() -> None:
@@ -162,7 +151,7 @@ def run_point(request: Request) -> None:
 
 def _classify(error: BaseException, report: Report, request: Request, messages: list[str]) -> None:
     fields = report.fields
-    if is_full_disk(error):  # the log is on the same disk, so even a print fails
+    if protocol.is_full_disk(error):  # the log is on the same disk, so even a print fails
         raise CannotWrite from error
     with contextlib.suppress(OSError):
         traceback.print_exception(error)  # to the point's log
@@ -170,7 +159,7 @@ def _classify(error: BaseException, report: Report, request: Request, messages: 
     if isinstance(error, CannotRun | StepscopeError):
         fields.update(status=SKIPPED, reason=str(error))
     elif shortage is not None:
-        fields.update(status=OOM, oom=shortage, reason=first_line(error))
+        fields.update(status=protocol.OOM, oom=shortage, reason=protocol.first_line(error))
     elif (refused := refusal(error, messages, request.run, request.config)) is not None:
         fields.update(status=SKIPPED, reason=refused[0], refused=refused[1])
     elif isinstance(error, KeyboardInterrupt):
@@ -181,7 +170,8 @@ def _classify(error: BaseException, report: Report, request: Request, messages: 
         fields.update(status=CRASHED, exit_code=code, reason=f"the workload called sys.exit({error.code!r})")
     else:
         stage = fields.get("stage")
-        fields.update(status=CRASHED, reason=f"{type(error).__name__} in stage {stage}: {first_line(error)}")
+        reason = f"{type(error).__name__} in stage {stage}: {protocol.first_line(error)}"
+        fields.update(status=CRASHED, reason=reason)
 
 
 if __name__ == "__main__":

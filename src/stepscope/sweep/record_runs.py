@@ -1,6 +1,5 @@
 """Runs a point of a sweep or a user's script under `stepscope run`, each in a fresh process."""
 
-import ctypes
 import errno
 import filecmp
 import json
@@ -15,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from stepscope.recorder.run_facts import file_hash, git_revision, now
 from stepscope.rows import KILLED, LOST, Row
 from stepscope.sweep.engines.engine import Engine, ended_by_sigterm
 from stepscope.sweep.grid import Point
+from stepscope.sweep.process import PARENT_DEATH_SIGNAL, set_process
 from stepscope.sweep.protocol import CRASHED, FROM_OUTSIDE, OK, OOM, SKIPPED, TIMEOUT, Failure
-from stepscope.sweep.results import LOG_FOLDER, NEW_FILE
+from stepscope.sweep.results import LOG_FOLDER, NEW_FILE, json_of, text_of
 from stepscope.sweep.runner import identity
+from stepscope.sweep.server import descendants
 
 RECORDING_FOLDER = "recordings"
 RECORDING = "recording"
@@ -37,7 +39,6 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 _NO_SPACE = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT)))
 _LEAST_SPACE = 1 << 20  # bytes that a run needs for its own files
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
-_LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
              "deepspeed.launcher.runner")  # fmt: skip
 """Modules whose arguments name the script."""
@@ -71,12 +72,9 @@ def record_point(
     words += ["-m", "stepscope.sweep.train", json.dumps(wanted), *loop]
     started_at, began = now(), time.monotonic()
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
-    failure = _run(engine, words, Path.cwd(), environment, log, timeout_s, recording)
-    try:
-        facts = json.loads((recording / "recording.json").read_bytes())
-    except (OSError, ValueError):
-        facts = None
-    facts = facts if isinstance(facts, dict) else {}
+    run = run_process if engine is None else engine.run_process
+    failure = run(words, Path.cwd(), environment, log, timeout_s, recording)
+    facts = json_of(recording / "recording.json")
     status = _status(failure, log)
     if failure is None and facts.get("status") != STATUS_FINISHED:
         status = {"status": CRASHED, "reason": f"the run left no finished recording; see {log}"}
@@ -104,9 +102,8 @@ def _status(failure: Failure | None, log: Path) -> Row:
         return {"status": TIMEOUT, "reason": failure.reason}
     if failure.is_lost:
         return {"status": LOST, "reason": failure.reason, KILLED: True}
-    output = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    cannot_run = _CANNOT_RUN.search(output)
-    if cannot_run:
+    output = text_of(log)
+    if cannot_run := _CANNOT_RUN.search(output):
         return {"status": SKIPPED, "reason": cannot_run[1]}
     if failure.signal in FROM_OUTSIDE:
         return {"status": CRASHED, "reason": failure.reason, KILLED: True}
@@ -115,7 +112,7 @@ def _status(failure: Failure | None, log: Path) -> Row:
 
 def _refuse_full_disk(folder: Path, log: Path) -> None:
     """Raise OSError if a run may have failed because the disk was full: that says nothing about its point."""
-    if log.is_file() and _NO_SPACE.search(log.read_text(encoding="utf-8", errors="replace")):
+    if _NO_SPACE.search(text_of(log)):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     probe = folder / ".space"
     try:
@@ -275,27 +272,22 @@ def run_again(
     environment = {name: value for name, value in os.environ.items() if name != fixes.VARIABLE}
     environment |= {fixes.VARIABLE: fix} if fix is not None else {}
     log = output.with_name(f"{output.name}.txt")
-    return _run(engine, [*words, *command.words], command.folder, environment, log, options.timeout_s, output)
+    run = run_process if engine is None else engine.run_process
+    return run([*words, *command.words], command.folder, environment, log, options.timeout_s, output)
 
 
-def _run(
-    engine: Engine | None,
-    words: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str],
-    log: Path,
-    timeout_s: float,
-    output: Path,
-) -> Failure | None:
-    if engine is None:
-        return run_process(words, folder, environment, log, timeout_s)
-    return engine.run_process(words, folder, environment, log, timeout_s, output)
+_END_WITH_PARENT = partial(set_process, PARENT_DEATH_SIGNAL, signal.SIGKILL) if sys.platform == "linux" else None
+"""Lets the kernel end a run when its parent is killed: a run that nobody waits for would go on."""
 
 
 def run_process(
-    words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path, timeout_s: float
-) -> Failure | None:
-    """Run a command with its output in `log`; None if it succeeded. Its child processes end with it."""
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path, timeout_s: float,
+    _output: Path | None = None,
+) -> Failure | None:  # fmt: skip
+    """Run a command with its output in `log`; None if it succeeded. Its child processes end with it.
+
+    On an engine, `_output` is the folder to bring back.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NEW_FILE, 0o644), "wb") as stream:
         process = subprocess.Popen(
@@ -306,7 +298,7 @@ def run_process(
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its children can be killed too
-            preexec_fn=_end_with_parent if _LIBC is not None else None,
+            preexec_fn=_END_WITH_PARENT,
         )
         try:
             with ended_by_sigterm():
@@ -321,35 +313,16 @@ def run_process(
         return None
     if exit_code < 0:
         return Failure(f"killed by {signal.Signals(-exit_code).name}; see {log}", signal=-exit_code)
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(log).splitlines() if line.strip()]
     return Failure(lines[-1] if lines else f"exit code {exit_code}, no output")
-
-
-def _end_with_parent() -> None:
-    """Let the kernel end this process when its parent is killed: a run that nobody waits for would go on."""
-    assert _LIBC is not None
-    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a run with all that it has started: launchers give their ranks process groups of their own."""
-    started = _descendants(process.pid)
+    started = descendants(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for pid in started:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have; none where /proc is not there."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
-            parent = int(path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = children.get(pid, [])
-    for each in found:  # which grows meanwhile
-        found += children.get(each, [])
-    return found

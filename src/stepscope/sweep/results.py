@@ -223,6 +223,23 @@ def _num_lines(path: Path) -> int:
         raise UsageError(f"Cannot read {path}: {error.strerror or error}. Choose another folder with -o.") from None
 
 
+def json_of(path: Path) -> dict[str, Any]:
+    """Return the JSON that a process left; empty if it left nothing whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def text_of(log: Path) -> str:
+    """Return the output of a process; empty if it left none."""
+    try:
+        return log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _line_of(row: Row) -> bytes:
     return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
 

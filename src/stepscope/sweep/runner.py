@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.formatting import size
+from stepscope.formatting import plural, size
 from stepscope.recorder.run_facts import now
 from stepscope.rows import ATTEMPTS, KILLED, LOST, SCHEMA_VERSION, Row
 from stepscope.sweep.engines.engine import Engine
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, EXIT_CANNOT_WRITE, FROM_OUTSIDE, OOM, TIMEOUT, Ending, Request
-from stepscope.sweep.results import LOG_FOLDER, RESULT_PREFIX, TRACE_FOLDER, Results
+from stepscope.sweep.results import LOG_FOLDER, RESULT_PREFIX, TRACE_FOLDER, Results, json_of, text_of
 from stepscope.sweep.run_knobs import has_backward, without_autotuning
 from stepscope.sweep.server import Server
 from stepscope.version import __version__
@@ -178,7 +178,8 @@ def measured_row(point: Point, server: Server | Engine, folder: Path, log: Path,
     started_at, result = now(), Path(request.result_path)
     result.unlink(missing_ok=True)  # of a sweep that was killed
     ending = server.run(request)
-    fields = _result(result)
+    fields = json_of(result)
+    result.unlink(missing_ok=True)
     if ending.exit_code == EXIT_CANNOT_WRITE and not fields:
         raise OSError("a point could not write its result or its log. Is the disk full?")
     fields.setdefault("notes", [])
@@ -192,7 +193,7 @@ def measured_row(point: Point, server: Server | Engine, folder: Path, log: Path,
         fields["reason"] = _oom_reason(fields)
     status, reason = fields.pop("status"), fields.pop("reason", None)
     if ending.num_neighbors and _is_host_bound(fields):
-        others = "1 other point" if ending.num_neighbors == 1 else f"{ending.num_neighbors} other points"
+        others = plural(ending.num_neighbors, "other point")
         fields["notes"].append(f"{others} ran on {ending.node} meanwhile, and the host sets the pace here")
     return {
         **identity(point),
@@ -207,16 +208,6 @@ def measured_row(point: Point, server: Server | Engine, folder: Path, log: Path,
         "finished_at": now(),
         "seconds": round(ending.seconds, 3),
     }
-
-
-def _result(path: Path) -> Row:
-    """Return and remove what a point's process left; empty if it left nothing whole."""
-    try:
-        fields = json.loads(path.read_bytes())
-        path.unlink()
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 HOST_BOUND_SHARE = 0.8
@@ -246,13 +237,12 @@ def _failure(ending: Ending, request: Request, stage: str) -> Row:
     last = _last_line(Path(request.log_path))
     if code >= 0:
         return {"status": CRASHED, "exit_code": code, "reason": f"exit code {code} in stage {stage}{last}"}
-    if -code in FROM_OUTSIDE:
-        name = signal.Signals(-code).name
-        return {"status": CRASHED, "signal": name, "reason": f"killed by {name} in stage {stage}", KILLED: True}
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
+    if -code in FROM_OUTSIDE:
+        return {"status": CRASHED, "signal": name, "reason": f"killed by {name} in stage {stage}", KILLED: True}
     return {"status": CRASHED, "signal": name, "reason": f"{name} in stage {stage}{last}"}
 
 
@@ -261,7 +251,7 @@ def _oom_reason(fields: Row) -> str:
     asked, free, total = (facts.get(name) for name in ("asked_bytes", "free_bytes", "total_bytes"))
     if asked is None and total is None:
         return str(fields.get("reason"))
-    text = f"needed {size(asked)}" if asked is not None else "needed an unknown amount of memory"
+    text = f"needed {'an unknown amount of memory' if asked is None else size(asked)}"
     if free is not None:
         text += f" with {size(free)}" + (f" of {size(total)}" if total is not None else "") + " free"
     elif total is not None:
@@ -271,10 +261,7 @@ def _oom_reason(fields: Row) -> str:
 
 def _last_line(log: Path) -> str:
     """Return the line of a point's output that best explains its end."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = text_of(log).splitlines()
     if any(line.startswith("Fatal Python error") for line in lines):
         places = [line.strip() for line in lines if line.startswith('  File "')]
         own = [place for place in places if "/lib/python" not in place]  # innermost first

@@ -183,7 +183,7 @@ def _kill_group(pid: int) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants, in other sessions too: when a child dies, its children become ours."""
+    """Kill all descendants, in other sessions too, and wait for them: when a child dies, its children become ours."""
     end = time.monotonic() + REAP_S
     while time.monotonic() < end:
         try:
@@ -191,18 +191,22 @@ def kill_descendants() -> None:
         except ChildProcessError:
             return
         if not reaped:
-            for pid in _children():
+            for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)
 
 
-def _children() -> list[int]:
-    found = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended
-            if int(place.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(place.parent.name))
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have; none where /proc is not there."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            parent = int(path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = children.get(pid, [])
+    for each in found:  # which grows meanwhile
+        found += children.get(each, [])
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import UsageError
-from stepscope.trackers.tracker import Point, Run
+from stepscope.trackers.tracker import Point, Run, Tracker
 
 EXPERIMENT = "stepscope"
 SQLITE = "sqlite:///"
@@ -49,7 +49,7 @@ def _check_database(uri: str) -> None:
         raise UsageError(f"MLflow's database {path} cannot be opened: {error}. Name another file") from None
 
 
-class MLflow:
+class MLflow(Tracker):
     """One run of MLflow."""
 
     def __init__(self, client: Any, run_id: str, run: Run) -> None:

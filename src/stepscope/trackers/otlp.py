@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from stepscope.trackers.figures import FIGURES, OF_STEPS, PREFIX
-from stepscope.trackers.tracker import Point, Run
+from stepscope.trackers.tracker import Point, Run, Tracker
 from stepscope.version import __version__
 
 
@@ -18,7 +17,7 @@ def open_run(where: str | None, run: Run) -> Otlp:
     return Otlp(OTLPMetricExporter(endpoint=where), run)
 
 
-class Otlp:
+class Otlp(Tracker):
     """One run as gauges, pushed whenever there are new figures."""
 
     def __init__(self, exporter: Any, run: Run) -> None:
@@ -47,15 +46,6 @@ class Otlp:
         data = self._reader.get_metrics_data()
         if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
             raise ConnectionError("the collector did not accept the metrics")
-
-    def summarize(self, values: Mapping[str, Any], text: str) -> None:
-        """Nothing: the figures are there already."""
-
-    def add_table(self, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Nothing: OpenTelemetry gets metrics only."""
-
-    def add_file(self, path: Path) -> None:
-        """Nothing: OpenTelemetry gets metrics only."""
 
     def close(self) -> None:
         self._provider.shutdown()

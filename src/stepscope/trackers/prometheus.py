@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from stepscope.errors import UsageError
 from stepscope.trackers.figures import FIGURES, OF_STEPS, PREFIX
-from stepscope.trackers.tracker import Point, Run
+from stepscope.trackers.tracker import Point, Run, Tracker
 
 RUNNING = "running"
 HELP = {**FIGURES, RUNNING: "1 while the script runs, 0 after its end."}
@@ -23,7 +22,7 @@ def open_run(where: str | None, run: Run) -> Prometheus:
     return Prometheus(Path(where), {"run": run.name, "rank": str(run.rank)})
 
 
-class Prometheus:
+class Prometheus(Tracker):
     """One file. It is replaced as a whole, so the collector never reads half of it."""
 
     def __init__(self, path: Path, labels: Mapping[str, str]) -> None:
@@ -36,15 +35,6 @@ class Prometheus:
         for point in points:
             self._values.update({k: v for k, v in point.values.items() if not k.startswith(OF_STEPS)})
         self._write()
-
-    def summarize(self, values: Mapping[str, Any], text: str) -> None:
-        """Nothing: the figures are there already."""
-
-    def add_table(self, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Nothing: Prometheus has numbers only."""
-
-    def add_file(self, path: Path) -> None:
-        """Nothing: Prometheus has numbers only."""
 
     def close(self) -> None:
         self._values[PREFIX + RUNNING] = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.render.markdown.text import grid, prose
-from stepscope.trackers.tracker import Point, Run
+from stepscope.trackers.tracker import Point, Run, Tracker
 
 FOLDER = "tensorboard"
 MAX_NAME = 200  # bytes: a file system takes 255
@@ -43,7 +43,7 @@ def _new(folder: Path) -> Path:
             found = folder.with_name(f"{folder.name}-{number}")
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """One folder below the log directory. Artifacts lie beside the event file, and the text tab lists them."""
 
     def __init__(self, folder: Path, run: Run) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stepscope.errors import MissingDependencyError, UsageError
 
@@ -43,21 +44,23 @@ class Point:
     values: Mapping[str, float]
 
 
-class Tracker(Protocol):
-    """One run that is being logged."""
+class Tracker(ABC):
+    """One run that is being logged. A tracker without a place for a card, tables or files leaves them out."""
 
+    @abstractmethod
     def log(self, points: Sequence[Point]) -> None:
         """Add points to the series."""
 
-    def summarize(self, values: Mapping[str, Any], text: str) -> None:
+    def summarize(self, values: Mapping[str, Any], text: str) -> None:  # noqa: B027
         """Set the figures of the whole run, and its card as text."""
 
-    def add_table(self, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    def add_table(self, name: str, rows: Sequence[Mapping[str, str]]) -> None:  # noqa: B027
         """Add a table; all rows have the same columns."""
 
-    def add_file(self, path: Path) -> None:
+    def add_file(self, path: Path) -> None:  # noqa: B027
         """Add a file as an artifact."""
 
+    @abstractmethod
     def close(self) -> None:
         """End the run and send what waits."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stepscope.trackers.tracker import Point, Run
+from stepscope.trackers.tracker import Point, Run, Tracker
 
 PROJECT = "stepscope"
 
@@ -30,7 +30,7 @@ def open_run(where: str | None, run: Run) -> Trackio:
     return Trackio(opened)
 
 
-class Trackio:
+class Trackio(Tracker):
     """One run of trackio."""
 
     def __init__(self, run: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepscope.trackers.tracker import Point, Run
+from stepscope.trackers.tracker import Point, Run, Tracker
 
 PROJECT = "stepscope"
 STEP = "stepscope/step"
@@ -32,7 +32,7 @@ def open_run(where: str | None, run: Run) -> WandB:
     return WandB(opened)
 
 
-class WandB:
+class WandB(Tracker):
     """One run of Weights & Biases."""
 
     def __init__(self, run: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from stepscope.errors import UsageError
-from stepscope.workloads.users_code import check_python_file, module_from_file, nearest
+from stepscope.workloads.users_code import check_python_file, function_of, module_from_file, nearest
 from stepscope.workloads.workload import Batch, Built, WholeStep, Workload, knob
 
 SHAPES = "(module, batch function), or a function that runs one complete step"
@@ -31,12 +31,10 @@ def user_factory(name: str) -> Workload[Any]:
         raise UsageError(f"{name!r}: write my.module:build or path/to/file.py:build")
     is_file = place.endswith(".py") or "/" in place or "\\" in place
     module = module_from_file(Path(place)) if is_file else _from_module(place)
-    function = getattr(module, function_name, None)
-    if isinstance(function, Workload):  # has its own presets, reference, gate and proofs
-        return dataclasses.replace(function, name=name)
-    if not callable(function):
-        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UsageError(f"{place} has no function {function_name!r}: {nearest(function_name, public)}")
+    workload = getattr(module, function_name, None)
+    if isinstance(workload, Workload):  # has its own presets, reference, gate and proofs
+        return dataclasses.replace(workload, name=name)
+    function = function_of(module, place, function_name)
     return Workload(
         name=name,
         about=(inspect.getdoc(function) or "a user-defined workload").splitlines()[0],

@@ -7,9 +7,10 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.workloads.workload import Knob, Value
@@ -118,6 +119,15 @@ def module_from_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module by name
     spec.loader.exec_module(module)
     return module
+
+
+def function_of(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
+    """Return a function of a user's module; UsageError with a suggestion if there is none."""
+    function: Any = getattr(module, name, None)
+    if callable(function):
+        return function  # type: ignore[no-any-return]  # a user's own
+    public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+    raise UsageError(f"{place} has no function {name!r}: {nearest(name, public)}")
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.errors import UsageError
-from stepscope.planner.compiled.inductor import AfterOp, Names, Padding, cuda_device, like, loaded, lowered
+from stepscope.planner.compiled.inductor import AfterOp, Names, Padding, cuda_device, loaded, lowered
 from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded
-from stepscope.planner.emulation.planned_tensor import CPU, CUDA
+from stepscope.planner.emulation.planned_tensor import CPU, CUDA, like
 from stepscope.planner.hardware import Hardware
 
 ERROR_BAR = 0.03

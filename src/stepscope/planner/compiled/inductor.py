@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.devices.limits import Device
-from stepscope.planner.emulation.planned_tensor import CPU, CUDA, PlannedTensor
+from stepscope.planner.emulation.planned_tensor import CPU, CUDA, PlannedTensor, like
 from stepscope.planner.emulation.torch_support import replaced
 from stepscope.planner.hardware import Hardware
 from stepscope.recorder.machine.environment import products_in_tf32
@@ -89,11 +89,6 @@ def has_unaligned_rows(first: torch.Tensor, second: torch.Tensor, unit: int) -> 
 aten = torch.ops.aten
 RNG_STATE_BYTES = 16
 AfterOp = Callable[[Any, Any, Any, Any], None]
-
-
-def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an empty tensor of the same shape, strides and dtype."""
-    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def lowered(

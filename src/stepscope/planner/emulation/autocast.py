@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from stepscope.errors import UsageError
+from stepscope.planner.emulation.ops import mapped
 from stepscope.recorder.values import tensors_in
 
 aten = torch.ops.aten
@@ -90,16 +91,12 @@ def is_low(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in HALF
 
 
-def _mapped(value: Any, dtype: torch.dtype) -> Any:
-    if is_low(value):
-        return value.to(dtype)
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(part, dtype) for part in value)
-    return value
+def _widened(value: Any) -> Any:
+    return value.to(torch.float32) if is_low(value) else value
 
 
 def _in_float32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _mapped(args, torch.float32), {k: _mapped(v, torch.float32) for k, v in kwargs.items()}
+    return mapped(_widened, args), mapped(_widened, kwargs)
 
 
 def _with_float32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -112,4 +109,4 @@ def _with_float32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _in_widest(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     is_wide = any(tensor.dtype is torch.float32 for tensor in tensors_in(args))
-    return _mapped(args, torch.float32) if is_wide else args, kwargs
+    return mapped(_widened, args) if is_wide else args, kwargs

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from stepscope.planner.emulation.dataless import DatalessMode
-from stepscope.planner.emulation.ranks import COMMUNICATION, ERROR_BAR, NCCL, LocalDatalessMode, Ranks
+from stepscope.planner.emulation.ranks import COMMUNICATION, LocalDatalessMode, Ranks
 from stepscope.planner.emulation.torch_support import replaced
 from stepscope.recorder.ledger.storages import OUTSIDE
 from stepscope.workloads.workload import Batch
@@ -34,11 +34,8 @@ class DataParallel(Ranks):
             wrapped = DistributedDataParallel(module, init_sync=False)
         wrapped.register_comm_hook(None, self._reduced)
         wrapped.reducer = _Reducer(wrapped.reducer, self._mode)
-        self.notes = {
-            "DDP": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved memory: one of "
-            f"{self._parallel.num_ranks} ranks with its own batch; DistributedDataParallel with its defaults",
-            "NCCL": NCCL,
-        }
+        ranks = f"one of {self._parallel.num_ranks} ranks with its own batch"
+        self._note("DDP", f"{ranks}; DistributedDataParallel with its defaults")
         return wrapped
 
     def _reduced(self, _state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from stepscope.errors import UsageError
 from stepscope.planner.emulation import cuda_calls
-from stepscope.planner.emulation.ranks import COMMUNICATION, ERROR_BAR, NCCL, AfterOp, Ranks
+from stepscope.planner.emulation.ranks import COMMUNICATION, AfterOp, Ranks
 from stepscope.planner.parallel import Parallel
 from stepscope.recorder.ledger.storages import OUTSIDE, WEIGHT_CAST, Storages, storage_key, storage_of
 from stepscope.workloads.workload import Batch
@@ -94,12 +94,8 @@ class Sharding(Ranks):
                 raise UsageError(f"--fsdp: fully_shard rejects {type(unit).__name__}: {error}") from None
         what = f"each of {len(blocks)} blocks and the rest" if blocks else "the model, which has no list of blocks"
         how = "its defaults" if policy == fsdp.MixedPrecisionPolicy() else "a MixedPrecisionPolicy"
-        self.notes = {
-            "FSDP2": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved memory: one of "
-            f"{self._parallel.num_ranks} ranks with its own batch; fully_shard with {how} on {what}; the model is "
-            "not created on the device",
-            "NCCL": NCCL,
-        }
+        ranks = f"one of {self._parallel.num_ranks} ranks with its own batch"
+        self._note("FSDP2", f"{ranks}; fully_shard with {how} on {what}; the model is not created on the device")
         return module
 
     # --- FSDP2's effects on memory -------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch.nn import Parameter
 
-from stepscope.planner.emulation.planned_tensor import META, DataNeeded, PlannedTensor
+from stepscope.planner.emulation.planned_tensor import META, DataNeeded, PlannedTensor, like
 from stepscope.recorder.values import tensors_in
 
 aten = torch.ops.aten
@@ -125,21 +125,25 @@ def wrapped(out: Any, device: torch.device, outer: tuple[Any, ...], inner: tuple
     return out
 
 
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value with `change` applied to it, or to what is in its lists, tuples and dictionaries."""
+    if isinstance(value, dict):
+        return {name: mapped(change, part) for name, part in value.items()}
+    return type(value)([mapped(change, part) for part in value]) if isinstance(value, list | tuple) else change(value)
+
+
 def meta_like(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-    if isinstance(value, list | tuple):
-        return type(value)([meta_like(part) for part in value])
-    return value
+    return mapped(lambda part: like(part, META) if isinstance(part, torch.Tensor) else part, value)
 
 
 def without_data(value: Any) -> Any:
     """Return the arguments with meta tensors for those that have data and dimensions."""
-    if isinstance(value, torch.Tensor):
-        return meta_like(value) if value.dim() and not value.is_meta else value
-    if isinstance(value, dict):
-        return {name: without_data(part) for name, part in value.items()}
-    return type(value)([without_data(part) for part in value]) if isinstance(value, list | tuple) else value
+
+    def changed(part: Any) -> Any:
+        has_data = isinstance(part, torch.Tensor) and part.dim() and not part.is_meta
+        return like(part, META) if has_data else part
+
+    return mapped(changed, value)
 
 
 aten = torch.ops.aten

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.errors import UsageError
 from stepscope.planner.emulation.fsdp import units
-from stepscope.planner.emulation.ranks import COMMUNICATION, ERROR_BAR, NCCL, Ranks
+from stepscope.planner.emulation.ops import meta_like
+from stepscope.planner.emulation.ranks import COMMUNICATION, Ranks
 from stepscope.planner.parallel import Parallel
 from stepscope.recorder.ledger.storages import OUTSIDE, Storages
 from stepscope.sweep import prepare
@@ -39,34 +40,31 @@ class Pipeline(Ranks):
 
     def shard(self, module: nn.Module, batch: Batch) -> nn.Module:
         module = users_own(module)
-        tensors = dict([*_tensors(module, "_parameters"), *_tensors(module, "_buffers")])
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        tensors |= dict(module.named_buffers(remove_duplicate=False))
         self._loss = loss_of(module)
         with _disable_current_modes():
-            on_meta, pipes = _on_meta(module), self._parallel.pipes
+            # PyTorch can trace meta tensors.
+            _replace(module, lambda name, tensor: meta_like(tensor))
+            pipes = self._parallel.pipes
             if not pipes:
-                pipes["pipe"] = split(on_meta, self._parallel, {name: _like(t) for name, t in batch.items()})
+                pipes["pipe"] = split(module, self._parallel, {name: meta_like(t) for name, t in batch.items()})
             self._stage = pipes["pipe"].build_stage(self._parallel.stage, self._device)
-        stage = self._stage.submod
-        planned: dict[int, torch.Tensor] = {}  # by the id of its meta tensor: PyTorch copies what two stages share
-        for part_name, part in stage.named_modules():
-            for held in (part._parameters, part._buffers):
-                for name, tensor in held.items():
-                    if tensor is None or not tensor.is_meta:
-                        continue
-                    if id(tensor) not in planned:
-                        own = tensors.get(f"{part_name}.{name}".lstrip("."))
-                        if own is None or any(own is other for other in planned.values()):
-                            own = torch.empty_like(tensor, device=self._device)
-                            own = nn.Parameter(own, tensor.requires_grad) if held is part._parameters else own
-                        planned[id(tensor)] = own
-                    held[name] = planned[id(tensor)]
-        parallel = self._parallel
-        self.notes = {
-            "pipeline": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved memory: stage "
-            f"{parallel.stage + 1} of {parallel.pp}; {SCHEDULES[parallel.schedule].__name__} with "
-            f"{parallel.num_microbatches} micro-batches and return_outputs=False. The least time has no bubbles",
-            "NCCL": NCCL,
-        }
+
+        taken: list[torch.Tensor] = []  # each once: PyTorch copies what two stages share
+
+        def planned(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            own = tensors.get(name) if tensor.is_meta else tensor
+            if own is None or any(own is other for other in taken):
+                own = torch.empty_like(tensor, device=self._device)
+            taken.append(own)
+            return own
+
+        stage, parallel = self._stage.submod, self._parallel
+        _replace(stage, planned)
+        how = f"{SCHEDULES[parallel.schedule].__name__} with {parallel.num_microbatches} micro-batches"
+        what = f"stage {parallel.stage + 1} of {parallel.pp}; {how} and return_outputs=False"
+        self._note("pipeline", f"{what}. The least time has no bubbles")
         return stage
 
     def make_pass(self, module: nn.Module, batch: Batch, run: Mapping[str, Value]) -> "StagePass":
@@ -131,18 +129,6 @@ class StagePass:
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return every tensor that exists before a pass."""
-        found = [
-            *self._received(),
-            *self._stage.submod.parameters(),
-            *self._stage.submod.buffers(),
-            *self._inputs.values(),
-        ]
-        found += [] if self._targets is None else [self._targets]
-        states = [] if self.optimizer is None else self.optimizer.state.values()
-        return found + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def split(module: nn.Module, parallel: Parallel, batch: Batch) -> Any:
@@ -229,27 +215,15 @@ def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def _tensors(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for part_name, part in module.named_modules(remove_duplicate=False):
-        for name, tensor in vars(part)[kind].items():
-            if tensor is not None:
-                yield f"{part_name}.{name}".lstrip("."), tensor
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """Replace a module's planned tensors by meta tensors, which PyTorch can trace."""
-    found: dict[int, torch.Tensor] = {}
-    for part in module.modules():
+def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer of a module by what `make` returns for its name and itself, called once."""
+    made: dict[int, torch.Tensor] = {}
+    for part_name, part in module.named_modules():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in made:
+                    new = make(f"{part_name}.{name}".lstrip("."), tensor)
+                    is_plain = held is part._parameters and not isinstance(new, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_plain else new
                 if tensor is not None:
-                    if id(tensor) not in found:
-                        inner = _like(tensor)
-                        is_parameter = held is part._parameters
-                        found[id(tensor)] = nn.Parameter(inner, tensor.requires_grad) if is_parameter else inner
-                    held[name] = found[id(tensor)]
-    return module
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                    held[name] = made[id(tensor)]

@@ -25,7 +25,7 @@ class DataNeeded(Exception):
     def __init__(self, what: str, advice: str = "") -> None:
         where = users_place()
         super().__init__(f"{what}{f' at {where}' if where else ''}{f' ({advice})' if advice else ''}")
-        self.what, self.where, self.advice = what, where, advice
+        self.where = where
 
 
 def users_place() -> str | None:
@@ -94,6 +94,11 @@ HOST = torch.device("cpu", 0)  # where PyTorch sees the host tensors of a plan f
 _SAME = {device: device for device in (CPU, CUDA, HOST)}
 """One object for each device, so that they can be compared by identity."""
 _to = torch.Tensor.to
+
+
+def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an empty tensor of the same shape, strides and dtype."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 class PlannedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not type checked here
@@ -195,8 +200,8 @@ class PlannedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not type ch
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         if not isinstance(other, PlannedTensor):
-            inner = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=META)
-            value, other = other, PlannedTensor(inner, HOST if self._stepscope_device is not CPU else CPU)
+            device = HOST if self._stepscope_device is not CPU else CPU
+            value, other = other, PlannedTensor(like(other, META), device)
             other._stepscope_value = value
         torch.Tensor.data.__set__(self, other)
         self._stepscope_inner, self._stepscope_device = other._stepscope_inner, other._stepscope_device

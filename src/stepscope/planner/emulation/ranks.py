@@ -25,7 +25,6 @@ COMMUNICATION = "communication"  # buffers of the parallelism itself, for gather
 ERROR_BAR = 0.02
 """Of a rank's peak, in either direction. On an H200 the worst of nine points was 0.05 % off. Without ranks, the worst
 of 46 was 1.2 % off, because the allocator's blocks are larger than tensors."""
-NCCL = "its buffers, a few hundred MiB outside PyTorch, and its time are not counted"
 OPTIMIZERS_OWN = ("aten::_foreach_", "aten::_fused_")
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -81,6 +80,12 @@ class Ranks:
     def dataless_mode(self, kernels: Any) -> DatalessMode:
         """Return the mode for planned tensors that lets distributed tensors unwrap themselves."""
         return LocalDatalessMode(self._device, kernels, self._saw)
+
+    def _note(self, name: str, what: str) -> None:
+        """Set the notes for the plan: how exact it is, and `what` it assumes."""
+        bar = f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved memory"
+        nccl = "its buffers, a few hundred MiB outside PyTorch, and its time are not counted"
+        self.notes = {name: f"{bar}: {what}", "NCCL": nccl}
 
     def _saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self._after_op(func, args, kwargs, out)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from stepscope.errors import UsageError
 from stepscope.planner.emulation.dataless import DatalessMode
-from stepscope.planner.emulation.ranks import ERROR_BAR, NCCL, LocalDatalessMode, Ranks
+from stepscope.planner.emulation.ranks import LocalDatalessMode, Ranks
 from stepscope.workloads.workload import Batch
 
 _STYLES = {
@@ -53,12 +53,9 @@ class TensorParallel(Ranks):
             raise UsageError(f"--tp: parallelize_module rejects the model's plan: {error}") from None
         if uneven := next(_uneven(module, num_ranks), None):
             _explain(module, f"--tp {num_ranks}: {uneven}, and the model needs equal shares. Use a divisor of it")
-        self.notes = {
-            "tensor parallelism": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved "
-            f"memory: one of {num_ranks} ranks with the same batch; parallelize_module on {len(styles)} modules. "
-            "PyTorch's foreach and fused optimizers want all parameters distributed: replicate the others",
-            "NCCL": NCCL,
-        }
+        ranks = f"one of {num_ranks} ranks with the same batch; parallelize_module on {len(styles)} modules"
+        optimizers = "PyTorch's foreach and fused optimizers want all parameters distributed: replicate the others"
+        self._note("tensor parallelism", f"{ranks}. {optimizers}")
         return module
 
 

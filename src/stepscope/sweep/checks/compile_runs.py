@@ -9,6 +9,7 @@ from stepscope.errors import UsageError
 from stepscope.rows import Row
 from stepscope.sweep.grid import Grid, Point
 from stepscope.sweep.protocol import OK
+from stepscope.sweep.results import text_of
 from stepscope.sweep.runner import measured_row
 from stepscope.sweep.server import Server, default_start
 from stepscope.workloads.workload import Workload
@@ -53,6 +54,6 @@ def check_compile(
             log = Path(folder) / f"{point.hash}.txt"
             row = measured_row(point, server, Path(folder), log, timeout_s=timeout_s, shapes=shapes_of(point, asked))
             if row["status"] != OK and log.is_file():
-                row["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
+                row["log"] = text_of(log).splitlines()[-NUM_LOG_LINES:]
             rows.append(row)
     return rows

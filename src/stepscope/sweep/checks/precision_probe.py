@@ -1,7 +1,6 @@
 """Dtypes of a point: an audit of one step, and what a comparison measures besides time, each in its own pass."""
 
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -90,12 +89,8 @@ def work_by_op(run_once: Pass, device: str) -> dict[str, Any]:
 
 def _profiled(run_once: Pass, device: str) -> tuple[dict[tuple[str, str, bool], tuple[int, float]], int]:
     """Return (op, kernel, is a cast) → (calls, microseconds), and the number of casts."""
-    from torch.profiler import ProfilerActivity, profile
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     measure.synchronize(device)
-    with profile(activities=activities, acc_events=True, record_shapes=True) as profiler:
+    with measure.profiler(device, record_shapes=True) as profiler:
         run_once()
         measure.synchronize(device)
     # Floating-point tensors, not masks or an optimizer's scalars.

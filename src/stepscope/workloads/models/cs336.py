@@ -1,6 +1,7 @@
 """The plain transformer language model: pre-norm blocks of attention and SwiGLU, untied head, no biases."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 from stepscope.errors import UsageError
 from stepscope.workloads.models import layers
 from stepscope.workloads.ops.attention import builtin_attention, causal_mask, naive_attention
-from stepscope.workloads.workload import Built, Value, Workload, knob
+from stepscope.workloads.workload import Built, Workload, knob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +133,7 @@ def build(config: Cs336Config) -> Built:
     return layers.language_model(TransformerLM(config), config, proof, forward_flops=flops, phases_apart=True)
 
 
-def _sizes(*values: int) -> dict[str, Value]:
-    return dict(zip(("d_model", "d_ff", "layers", "heads"), values))
-
-
+_sizes = partial(layers.sizes, "d_model d_ff layers heads")
 TINY = {**_sizes(64, 128, 2, 4), "vocab": 256}
 
 WORKLOAD = Workload(

@@ -9,9 +9,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.workloads.custom_op import custom_op
-from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, wrote
+from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Value, wrote
 
 ROPE_BASE = 10_000.0
+
+
+def sizes(names: str, *values: int) -> dict[str, Value]:
+    """Return the knobs of a preset: the first of these names, separated by spaces, with their values."""
+    return dict(zip(names.split(), values))
 
 
 class RMSNorm(nn.Module):

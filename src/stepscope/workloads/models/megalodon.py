@@ -1,6 +1,7 @@
 """Megalodon: complex moving averages and gated attention within chunks; decoding keeps a small state."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from stepscope.errors import UsageError
 from stepscope.workloads.models import layers
 from stepscope.workloads.ops import ema as moving_average
 from stepscope.workloads.ops.ema import forward_flops as ema_flops
-from stepscope.workloads.workload import Built, Value, Workload, knob
+from stepscope.workloads.workload import Built, Workload, knob
 
 EPS = 1e-5
 INITIAL_STD = 0.02
@@ -282,11 +283,7 @@ def build(config: MegalodonConfig) -> Built:
     return layers.language_model(Megalodon(config), config, *proofs, forward_flops=forward_flops(config))
 
 
-def _sizes(*values: int) -> dict[str, Value]:
-    names = "vocab width layers heads z_width value_width ffn_width chunk num_states groups"
-    return dict(zip(names.split(), values))
-
-
+_sizes = partial(layers.sizes, "vocab width layers heads z_width value_width ffn_width chunk num_states groups")
 TINY = {**_sizes(256, 64, 2, 2, 32, 64, 128, 32, 4, 8), "seq_len": 64, "batch": 2}
 
 WORKLOAD = Workload(

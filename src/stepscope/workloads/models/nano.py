@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -319,10 +320,7 @@ def build(config: NanoConfig) -> Built:
     return built_over(module, config, shapes, *proofs, forward_flops=forward_flops(config), facts=facts)
 
 
-def _sizes(*values: int) -> dict[str, Value]:
-    return dict(zip(("layers", "heads", "seq_len", "window", "global_tokens", "random_keys"), values))
-
-
+_sizes = partial(layers.sizes, "layers heads seq_len window global_tokens random_keys")
 TINY: dict[str, Value] = {**_sizes(2, 4, 512, 128, 16, 16), "head_width": 16, "vocab": 256, "batch": 2}
 
 WORKLOAD = Workload(
