@@ -10,7 +10,9 @@ import pytest
 from stepscope.analysis.attention.reasons import against_flash, reasons
 from stepscope.analysis.attention.sites import attention_sites, attention_summary
 from stepscope.analysis.structure.links import link
+from stepscope.border import NotOfSchema, check
 from stepscope.trace.reader import read_trace
+from stepscope.trace.recording_facts import SCHEMA
 from trace_builder import AUTOGRAD, TRACES, TraceBuilder, needs_traces
 
 SIZES = [2, 4, 64, 16]
@@ -142,12 +144,14 @@ def test_a_switch_a_preference_and_a_silence_are_told_apart():
     assert reasons({**call, "backend": "flash"}, [], True) == ()
 
 
-def test_a_record_of_other_shapes_says_nothing_and_garbage_does_no_harm():
-    others = [recorded(query=[1, 4, 64, 16]), recorded(mask=None), {"query": "x"}, recorded(refused=7)]
-    (reason,) = reasons(CALL, others[:3], True)
+def test_a_record_of_other_shapes_says_nothing_and_garbage_stops_at_the_border():
+    (reason,) = reasons(CALL, [recorded(query=[1, 4, 64, 16]), recorded(mask=None), {}], True)
 
     assert reason.source == "derived"
-    assert [each.code for each in reasons(CALL, others[3:], True)] == ["preferred"]
+    check([recorded()], SCHEMA["attention"])
+    for garbage in ({"query": "x"}, recorded(refused=7), 3):
+        with pytest.raises(NotOfSchema):
+            check([garbage], SCHEMA["attention"])
 
 
 def of_real(name):

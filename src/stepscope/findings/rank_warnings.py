@@ -19,7 +19,7 @@ class RunWarning:
 
 def rank_warnings(ranks: Sequence[Rank]) -> Iterator[RunWarning]:
     """Yield what is wrong with the ranks; what is wrong with the figures is for the rules to say."""
-    world = max((_world_size(rank) for rank in ranks), default=1)
+    world = max((rank.facts.get("environment", {}).get("world_size", 1) for rank in ranks), default=1)
     present = {rank.number for rank in ranks}
     if missing := [str(number) for number in islice((each for each in range(world) if each not in present), 9)]:
         names = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
@@ -43,14 +43,14 @@ def _ranks_in_trouble(ranks: Sequence[Rank]) -> Iterator[RunWarning]:
         did = _DID[behind.state].format(since=f"at least {elapsed(min(rank.silent_s for rank in ranks))}")
         names = listed_ranks(ranks)
         which = f"furthest behind: {behind.name}{_where(behind)} after {plural(behind.num_steps, 'step')}"
-        yield RunWarning(f"{_IDS[behind.state]}", "many", f"{len(ranks):,} ranks {did} ({names}); {which}.")
+        yield RunWarning(_IDS[behind.state], "many", f"{len(ranks):,} ranks {did} ({names}); {which}.")
         return
     for rank in ranks:
         did = _DID[rank.state].format(since=elapsed(rank.silent_s)).replace("have", "has")
         why = {
             "died": ": its process is gone, and the recording was not finished",
             "silent": "; its process is still running" if rank.is_alive else "",
-            "failed": _exception(rank),
+            "failed": f": {safe(error, 200).rstrip('.')}" if (error := rank.facts.get("exception")) else "",
         }.get(rank.state, "")
         who = f"{rank.name[:1].upper()}{rank.name[1:]}{_where(rank)}"
         after = f"after {plural(rank.num_steps, 'step')}"
@@ -68,16 +68,6 @@ def listed_ranks(ranks: Sequence[Rank]) -> str:
     return ", ".join([*names, "…"] if len(ranks) > len(names) else names)
 
 
-def _world_size(rank: Rank) -> int:
-    size = (rank.facts.get("environment") or {}).get("world_size", 1)
-    return size if isinstance(size, int) else 1
-
-
 def _where(rank: Rank) -> str:
     process = rank.history.processes[-1] if rank.history.processes else None
     return f" (process {process.pid} on {safe(process.host, 60)})" if process else ""
-
-
-def _exception(rank: Rank) -> str:
-    error = rank.facts.get("exception")
-    return f": {safe(error, 200).rstrip('.')}" if error else ""

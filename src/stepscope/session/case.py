@@ -81,7 +81,7 @@ class Case(PerStep):
     @property
     def is_on_cpu(self) -> bool:
         """Whether a recording shows that training ran on a CPU."""
-        return self.has_recording and (self.recording.facts.get("environment") or {}).get("device") == "cpu"
+        return self.has_recording and self.recording.facts.get("environment", {}).get("device") == "cpu"
 
     @cached_property
     def summary(self) -> Summary:
@@ -281,8 +281,8 @@ class Case(PerStep):
         again = frozenset(self.recomputed["events"].explode().drop_nulls())
         device = if_available(lambda: self.device)
         tables = (self.work, self.segments, self.attention, self._in_attention, again, self.idle, device)
-        parameters = (self.recording.facts.get("parameters") if self.has_recording else None) or {}
-        facts = LedgerFacts(*tables, sum((parameters.get("bytes_by_dtype") or {}).values()) * self.num_steps)
+        parameters = self.recording.facts.get("parameters", {}) if self.has_recording else {}
+        facts = LedgerFacts(*tables, sum(parameters.get("bytes_by_dtype", {}).values()) * self.num_steps)
         return ledger(facts, self.step_ns, self.num_steps, *self._beside_ns)
 
     @cached_property
@@ -363,7 +363,8 @@ class Case(PerStep):
         if not (has_host or change.duration_ns or change.gone or change.unwaited):
             return Saving(0.0, change)
         if self.is_on_cpu:
-            less_ns = spared_ns(change) * self.clean_share + self._shorter_ns(change)
+            shorter_ns = sum(self._duration_ns[event] - ns for event, ns in change.duration_ns.items())
+            less_ns = spared_ns(change) * self.clean_share + shorter_ns
             return Saving(max(0.0, less_ns / self.num_steps), change)
         changed = self.replay.play(replace(change, overhead=self.overhead))
         return Saving(max(0.0, self.step.done_ns - changed.done_ns), change)
@@ -389,9 +390,6 @@ class Case(PerStep):
     @cached_property
     def _duration_ns(self) -> dict[int, int]:
         return dict(self.work.select("event", "duration_ns").iter_rows())
-
-    def _shorter_ns(self, change: Change) -> float:
-        return sum(self._duration_ns[event] - ns for event, ns in change.duration_ns.items())
 
     def places(self, events: Iterable[int]) -> Places:
         """Return where some GPU work is on the timeline, most work first."""

@@ -1,6 +1,5 @@
 """Collects the recordings of a job's ranks, from folders that hosts wrote on their own disks, into one recording."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -8,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.errors import StepscopeError, UsageError
+from stepscope.errors import RecordingError, StepscopeError, UsageError
 from stepscope.session.history import host_of
-from stepscope.trace.recording import RECORDING_FILE, SAMPLES_FILE
+from stepscope.trace.recording import RECORDING_FILE, SAMPLES_FILE, read_facts
+from stepscope.trace.recording_facts import RecordingFacts
 
 _NO_JOB = ("TORCHELASTIC_RUN_ID=none",)  # what torchrun sets if nobody chose an id
 _COPY = ".gathering-"
@@ -22,7 +22,7 @@ class Part:
 
     rank: int
     folder: Path
-    facts: dict[str, Any]
+    facts: RecordingFacts
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -77,8 +77,7 @@ def gather(sources: Sequence[Path], output: Path) -> Gathered:
         if part.folder.resolve() != target.resolve():
             _copy(part.folder, target)
             copied.append(rank)
-    sizes = [_environment(part.facts).get("world_size") for part in found.values()]
-    world = max([first + 1, *(size for size in sizes if isinstance(size, int))])
+    world = max(first + 1, *(part.facts.get("environment", {}).get("world_size", 0) for part in found.values()))
     missing = [rank for rank in range(min(world, 1 << 20)) if rank not in found][:100]
     hosts = sorted({host for part in found.values() if (host := host_of(part.folder))})
     return Gathered(output, tuple(sorted(found)), tuple(missing), tuple(copied), tuple(hosts))
@@ -90,19 +89,12 @@ def _parts(folder: Path) -> Iterator[Part]:
         if each.is_symlink() and each != folder:
             continue
         try:
-            facts = json.loads((each / RECORDING_FILE).read_bytes())
-        except (OSError, ValueError):
+            facts = read_facts(each, [])
+        except RecordingError:
             continue
-        if not isinstance(facts, dict):
-            continue
-        said, name = _environment(facts).get("rank"), each.name.removeprefix("rank")
-        rank = int(name) if each != folder and name.isdecimal() else said
-        yield Part(rank if isinstance(rank, int) and rank >= 0 else 0, each, facts)
-
-
-def _environment(facts: dict[str, Any]) -> dict[str, Any]:
-    found = facts.get("environment")
-    return found if isinstance(found, dict) else {}
+        name = each.name.removeprefix("rank")
+        is_named = each != folder and name.isdecimal()
+        yield Part(int(name) if is_named else facts.get("environment", {}).get("rank", 0), each, facts)
 
 
 def _add(found: dict[int, Part], part: Part) -> None:

@@ -10,7 +10,7 @@ from stepscope.errors import StepscopeError
 from stepscope.session.run import read_history, run_of
 from stepscope.session.session import Session
 from stepscope.trace.kind import Kind
-from stepscope.trace.recording import RECORDING_FILE, read_facts
+from stepscope.trace.recording import read_facts
 
 MOST_BESIDE = 1000  # folders that are searched for recordings of the same job
 
@@ -51,8 +51,6 @@ def job_of(session: Session, own: Goodput | None) -> Goodput | None:
 
 
 def _job(folder: Path) -> str | None:
-    if not (folder / RECORDING_FILE).is_file():
-        return None
     try:
         return read_facts(folder, []).get("job")
     except StepscopeError:

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from stepscope.analysis.time.summary import Summary
 from stepscope.session.session import Session
@@ -27,28 +26,19 @@ class Processes:
 
 
 def processes_of(session: Session) -> Processes:
-    environments = [_environment(session)]
-    ranks = {_number(environments[0].get("rank"), 0): session}
+    environments = [session.recording.facts.get("environment", {})]
+    ranks = {environments[0].get("rank", 0): session}
     for rank, each in session.rank_recordings.items():
         ranks.setdefault(rank, each)
-        environments.append(_environment(each))
+        environments.append(each.recording.facts.get("environment", {}))
         each.release()
-    world_size = max(_number(environment.get("world_size"), 1) for environment in environments)
+    world_size = max(environment.get("world_size", 1) for environment in environments)
     others = [
         Session([folder], Kind.RECORDING, None, session.use_cache)
         for folder in sorted(session.path.glob("process*"))
         if _PROCESS_FOLDER.fullmatch(folder.name) and folder.is_dir() and kind_of(folder) is Kind.RECORDING
     ]
     return Processes(max(world_size, *(rank + 1 for rank in ranks)), dict(sorted(ranks.items())), tuple(others))
-
-
-def _environment(session: Session) -> dict[str, Any]:
-    environment = session.recording.facts.get("environment")
-    return environment if isinstance(environment, dict) else {}
-
-
-def _number(value: Any, otherwise: int) -> int:
-    return value if isinstance(value, int) and value >= 0 else otherwise
 
 
 def of_all_ranks(summary: Summary, processes: Processes) -> Summary:

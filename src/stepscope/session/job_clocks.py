@@ -14,9 +14,8 @@ _LEAST_STEPS, _MOST_STEPS = 200, 5000
 
 def clocks_of(session: Session) -> JobClocks:
     """Return the clocks of a recording's ranks; Unavailable if fewer than two have timed steps in common."""
-    environment = session.recording.facts.get("environment")
-    first = environment.get("rank") if isinstance(environment, dict) else 0
-    folders = {first if isinstance(first, int) else 0: session.path, **session.rank_folders}
+    first = session.recording.facts.get("environment", {}).get("rank", 0)
+    folders = {first: session.path, **session.rank_folders}
     most = min(_MOST_STEPS, max(_LEAST_STEPS, _MOST_ROWS // len(folders)))
     found = []
     for rank, folder in sorted(folders.items()):

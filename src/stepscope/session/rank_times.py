@@ -1,11 +1,13 @@
 """How long the parts of a clean step take on each rank, from the ranks' recordings."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
 
 from stepscope.analysis.ranks.rank_account import RankSummary
+from stepscope.analysis.run.series import summed
 from stepscope.analysis.time.phases import phase_of
 from stepscope.errors import RecordingError
 from stepscope.trace.recording import read_recording
@@ -24,11 +26,8 @@ def clean_times(summaries: Sequence[RankSummary]) -> pl.DataFrame | None:
             return None
         if not clean:
             return None
-        belongs, sums = phase_of(clean), dict.fromkeys(_PHASES, 0)
-        for sample in clean:
-            for name, ns in sample.host_ns.items():
-                if belongs.get(name) in sums:
-                    sums[belongs[name]] += ns
-        own = {f"{phase}_ns": ns / len(clean) for phase, ns in sums.items()}
-        rows.append({"rank": each.rank, **own})
+        belongs, sums = phase_of(clean), Counter[str | None]()
+        for name, ns in summed(sample.host_ns for sample in clean).items():
+            sums[belongs.get(name)] += ns
+        rows.append({"rank": each.rank, **{f"{phase}_ns": sums[phase] / len(clean) for phase in _PHASES}})
     return pl.DataFrame(rows)

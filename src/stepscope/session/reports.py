@@ -54,8 +54,7 @@ class AttentionReport:
 
 def attention_report(case: Case, step: int | None = None) -> AttentionReport:
     """Return the attention calls of the trace, or of one step; without a trace, those that the recorder saw."""
-    listed = case.recording.facts.get("attention") if case.has_recording else None
-    recorded = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    recorded = case.recording.facts.get("attention", []) if case.has_recording else []
     try:
         linked = case.linked
     except Unavailable:
@@ -91,7 +90,7 @@ def _without_trace(case: Case, recorded: list[dict[str, Any]]) -> AttentionRepor
     for entry in recorded:
         row = _row(entry)
         known = rows.setdefault(repr(row), {**row, "num_calls": 0.0})
-        known["num_calls"] += entry["num_calls"] if isinstance(entry.get("num_calls"), int) else 1
+        known["num_calls"] += entry.get("num_calls", 1)
     on_gpu = any(entry.get("device") == "cuda" for entry in recorded)
     found = tuple(AttentionRow(row, reasons(row, recorded, on_gpu)) for row in rows.values())
     note = "times. The recording has no trace; the calls are those of its memory window"
@@ -100,8 +99,8 @@ def _without_trace(case: Case, recorded: list[dict[str, Any]]) -> AttentionRepor
 
 def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded call as a row of `attention_summary`."""
-    sizes = [entry.get(name) for name in ("query", "key", "value")]
-    query, key, value = ([None] * 4 if not isinstance(one, list) or len(one) < 3 else one for one in sizes)
+    sizes: list[Any] = [entry.get(name) or () for name in ("query", "key", "value")]
+    query, key, value = (one if len(one) >= 3 else [None] * 4 for one in sizes)
     mask = entry.get("mask")
     row: dict[str, Any] = dict.fromkeys(SIGNATURE)
     row |= {name: entry.get(name) for name in ("backend", "dtype", "is_causal", "dropout", "caller")}

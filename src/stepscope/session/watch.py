@@ -142,7 +142,8 @@ class _Followed:
         if new and not self._has_history:
             self._blocks, self._has_history = [], True
         if not self._has_history:
-            new = tuple(blocks_of(update.steps, self._end_of_blocks()))
+            begin_s = self._blocks[-1].t if self._blocks else began_s(self._facts)
+            new = tuple(blocks_of(update.steps, begin_s))
         self._blocks = thinned([*self._blocks, *new], most) if new else self._blocks
         self._processes += update.processes
         self._events.extend(update.events)
@@ -154,9 +155,6 @@ class _Followed:
         silent_s, is_alive = self._silent_s(), writer_runs(self._folder, self._facts)
         state = self._state(silent_s, is_alive)
         return Rank(self._number(), history, tuple(self._steps), self._facts, state, silent_s, is_alive)
-
-    def _end_of_blocks(self) -> float:
-        return self._blocks[-1].t if self._blocks else began_s(self._facts)
 
     def _read_facts(self) -> None:
         try:
@@ -174,8 +172,8 @@ class _Followed:
             return None
         if name.startswith("rank") and name[4:].isascii() and name[4:].isdigit():
             return int(name[4:])
-        rank = (self._facts.get("environment") or {}).get("rank", 0)
-        return rank if isinstance(rank, int) else 0
+        rank: int = self._facts.get("environment", {}).get("rank", 0)
+        return rank
 
     def _silent_s(self) -> float:
         """Return the seconds since it last wrote: by our clock if we saw it, else by the time of its files."""
@@ -192,8 +190,8 @@ class _Followed:
         return max(watched_s, self._wall_clock() - max(times, default=math.inf))
 
     def _state(self, silent_s: float, is_alive: bool | None) -> State:
-        if self._facts["status"] in ("finished", "failed"):
-            return "finished" if self._facts["status"] == "finished" else "failed"
+        if (status := self._facts["status"]) in ("finished", "failed"):
+            return "finished" if status == "finished" else "failed"
         if is_alive is False and silent_s >= DEAD_S:
             return "died"
         if not self._blocks:

@@ -114,9 +114,9 @@ def reasons(
     match = next((entry for entry in recorded if is_same(call, entry)), None)
     if match is None:
         return tuple(Reason("flash", code) for code in derived or ["not_seen"])
-    found = [Reason("flash", "switched_off")] if "flash" in _texts(match.get("switched_off")) else []
-    refused = match["refused"] if isinstance(match.get("refused"), Mapping) else {}
-    said = _texts(refused.get("flash"))
+    found = [Reason("flash", "switched_off")] if "flash" in match.get("switched_off", ()) else []
+    refused = match.get("refused", {})
+    said = refused.get("flash", [])
     found += [Reason("flash", None, text) for text in said]
     if "flash" in refused and not said:
         found += [Reason("flash", code) for code in derived] or [Reason("flash", "unsaid")]
@@ -126,13 +126,13 @@ def reasons(
     elif not found:
         found.append(Reason("flash", "preferred"))
     order = [name for name in ("cudnn", "efficient") if name in refused and name != call["backend"]]
-    return (*found, *(Reason(name, None, text) for name in order for text in _texts(refused[name])))
+    return (*found, *(Reason(name, None, text) for name in order for text in refused[name]))
 
 
 def is_same(call: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     """Return whether a recorded call has the same inputs (and module, if both are known) as a row of the trace."""
     query, key = entry.get("query"), entry.get("key")
-    if not (isinstance(query, list) and isinstance(key, list) and len(query) >= 3 and len(key) == len(query)):
+    if not (query and key and len(query) >= 3 and len(key) == len(query)):
         return False
     sizes = (query[0] if len(query) > 3 else 1, query[-3], query[-2], key[-2], query[-1])
     shown = tuple(call[name] for name in ("batch", "num_heads", "num_queries", "num_keys", "head_size"))
@@ -142,7 +142,7 @@ def is_same(call: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
         return False
     if call["is_causal"] not in (None, bool(entry.get("is_causal"))):
         return False
-    names = (starred(str(entry["module"])) if entry.get("module") else None, call.get("module"))
+    names = (starred(entry.get("module") or None), call.get("module"))
     return None in names or names[0] == names[1] or "" in names
 
 
@@ -152,9 +152,5 @@ def recorded_callers(table: pl.DataFrame, recorded: Iterable[Mapping[str, Any]])
     callers = []
     for row in table.iter_rows(named=True):
         match = next((entry for entry in entries if is_same(row, entry)), None) if row["caller"] is None else None
-        callers.append(row["caller"] if match is None or not match.get("caller") else str(match["caller"]))
+        callers.append((match or {}).get("caller") or row["caller"])
     return pl.Series("caller", callers, dtype=pl.String)
-
-
-def _texts(value: Any) -> list[str]:
-    return [str(text) for text in value] if isinstance(value, list) else []

@@ -75,28 +75,25 @@ def compiler_summary(
     report: Mapping[str, Any], compiled_ns: float | None = None, eager_ns: float | None = None
 ) -> CompilerSummary:
     """Return the figures of `compile.json`, compared with compiled and eager step times if given."""
-    names = ("seconds_by_stage", "caches", "cuda_graphs")
-    stages, caches, cuda_graphs = (report[name] if isinstance(report.get(name), dict) else {} for name in names)
-    graphs = entries(report, "graphs")
-    called = [graph.get("calls") for graph in entries(report, "compiled_calls")]
-    calls = [call for calls in called if isinstance(calls, list) for call in calls if isinstance(call, list)]
+    stages, graphs = report.get("seconds_by_stage", {}), entries(report, "graphs")
+    calls = [call for graph in entries(report, "compiled_calls") for call in graph["calls"]]
     modules = [call[1] for call in calls if len(call) == 2]
-    seconds = _number(report.get("compile_seconds"))
+    seconds = float(report.get("compile_seconds", 0))
     breaks, dynamic = entries(report, "graph_breaks"), entries(report, "dynamic_dimensions")
-    recompiles = _recompiles(entries(report, "recompiles"), {str(e.get("source")): e.get("place") for e in dynamic})
+    recompiles = _recompiles(entries(report, "recompiles"), {e["source"]: e.get("place") for e in dynamic})
     return CompilerSummary(
-        num_compiles=int(_number(report.get("num_compiles"))),
-        num_graphs=int(_number(report["num_graphs"])) if "num_graphs" in report else None,
-        num_ops=sum(int(_number(graph.get("num_ops"))) for graph in graphs) if graphs else None,
+        num_compiles=report.get("num_compiles", 0),
+        num_graphs=report.get("num_graphs"),
+        num_ops=sum(graph.get("num_ops") or 0 for graph in graphs) if graphs else None,
         seconds=seconds,
-        seconds_by_stage={stage: _number(stages[stage]) for stage in STAGES if stage in stages},
+        seconds_by_stage={stage: float(stages[stage]) for stage in STAGES if stage in stages},
         graph_breaks=_by_count(breaks),
         recompiles=recompiles,
         limit_hits=_by_count(entries(report, "recompile_limit_hits")),
         dynamic_dimensions=tuple(dynamic),
-        cuda_graphs=cuda_graphs if isinstance(report.get("cuda_graphs"), dict) else None,
+        cuda_graphs=report.get("cuda_graphs"),
         cuda_graph_skips=_by_count(entries(report, "cuda_graph_skips")),
-        caches={name: counts for name, counts in caches.items() if isinstance(counts, dict)},
+        caches=report.get("caches", {}),
         failures=_by_count([failure for failure in entries(report, "failures") if not _is_reported(failure, breaks)]),
         frames=tuple(entries(report, "frames")),
         num_calls=len(modules),
@@ -128,8 +125,8 @@ def _untold(report: Mapping[str, Any], recompiles: tuple[Recompiled, ...]) -> li
         untold.append("this torch version does not report seconds by stage")
     if any(entry.place is None and not entry.is_size for entry in recompiles):
         untold.append("this torch version does not report the line of every guard (2.11 and later do)")
-    caches = report.get("caches")
-    if isinstance(caches, dict) and caches.get("graphs") and not caches.get("autograd"):
+    caches = report.get("caches", {})
+    if caches.get("graphs") and not caches.get("autograd"):
         untold.append("hits of the autograd cache: it is off, or this torch version does not report them")
     return untold
 
@@ -141,12 +138,10 @@ def _recompiles(found: list[dict[str, Any]], places: Mapping[str, Any]) -> tuple
     """
     groups: dict[tuple[str, str], list[tuple[list[str], str | None, bool]]] = {}
     for entry in found:
-        guards = entry.get("failed_guards")
-        first = str(guards[0]) if isinstance(guards, list) and guards else "torch gives no reason"
+        first = next(iter(entry["failed_guards"]), "torch gives no reason")
         guard, values, is_size = split_guard(first)
         place = entry.get("place") or places.get(_size_of(first) or "")
-        group = groups.setdefault((str(entry.get("frame")), guard), [])
-        group.append((values, str(place) if place else None, is_size))
+        groups.setdefault((entry["frame"], guard), []).append((values, place, is_size))
     grouped = [
         Recompiled(
             frame=frame,
@@ -201,7 +196,3 @@ def _is_reported(failure: Mapping[str, Any], breaks: list[dict[str, Any]]) -> bo
 
 def _by_count(found: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple(sorted(found, key=count_of, reverse=True))
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

@@ -95,9 +95,7 @@ def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
     >>> region_name("0/0", {"regions": {"0/0": "forward (/me/model.py:12)"}})
     'compiled region 0/0 (forward, model.py:12)'
     """
-    functions = compiler.get("regions")
-    function = functions.get(compile_id) if isinstance(functions, dict) else None
-    match = _FUNCTION.match(str(function))
+    match = _FUNCTION.match(compiler.get("regions", {}).get(compile_id, ""))
     where = f" ({match.group(1)}, {PurePath(match.group(2)).name}:{match.group(3)})" if match else ""
     return f"compiled region {compile_id}{where}"
 
@@ -110,13 +108,12 @@ def named_regions(names: pl.Series, compiler: Mapping[str, Any]) -> pl.Series:
 
 def calls_by_graph(compiler: Mapping[str, Any]) -> dict[str, Calls]:
     """Return each compiled graph's calls in order with their modules, by graph key."""
-    found: dict[str, Calls] = {}
-    for graph in entries(compiler, "compiled_calls"):
-        calls = graph.get("calls")
-        if isinstance(graph.get("key"), str) and isinstance(calls, list):
-            pairs = [call for call in calls if isinstance(call, list) and len(call) == 2]
-            found[graph["key"]] = [(str(n), module if isinstance(module, str) else None) for n, module in pairs]
-    return found
+    pairs = {
+        graph["key"]: [call for call in graph["calls"] if len(call) == 2]
+        for graph in entries(compiler, "compiled_calls")
+        if graph.get("key") is not None
+    }
+    return {key: [(str(n), m if isinstance(m, str) else None) for n, m in calls] for key, calls in pairs.items()}
 
 
 def _regions(
