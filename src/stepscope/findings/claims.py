@@ -49,10 +49,10 @@ class Claims:
             for row, part in self._parts(event, ns):
                 claims[row] = claims.get(row, 0.0) + part / self._ledger.num_steps
         rest = max(0.0, finding.saving_ns - sum(claims.values()))
-        others = self._share(finding.rows, rest, claims)
+        others = self.split(finding.rows, rest, claims)
         if isinstance(finding.saving_ns, Saving) or not finding.rows:
             left = [row for row in OTHERS if row not in others]
-            others |= self._share(left, rest - sum(others.values()), claims)
+            others |= self.split(left, rest - sum(others.values()), claims)
         for row, ns in others.items():
             self._other[row] = max(self._other.get(row, 0.0), ns)
         for event, ns in shorter.items():
@@ -61,7 +61,7 @@ class Claims:
         saving_ns = min(float(finding.saving_ns), sum(claims.values()))
         return replace(finding, saving_ns=saving_ns, claims={row: ns for row, ns in claims.items() if ns >= 1})
 
-    def _share(self, rows: Sequence[str], ns: float, claims: Mapping[str, float]) -> dict[str, float]:
+    def split(self, rows: Sequence[str], ns: float, claims: Mapping[str, float]) -> dict[str, float]:
         """Return a time split over rows in proportion to what they hold besides `claims`, and no more than that."""
         held = {row: max(0.0, self.held_ns(row) - claims.get(row, 0.0)) for row in rows}
         whole = sum(held.values())
@@ -71,11 +71,8 @@ class Claims:
         """Return the losses and unknown times that no finding claims, in ns per step by row."""
         steps = self._ledger.num_steps
         left = {row.id: row.ns for row in self._ledger.rows if row.kind in (LOSS, UNKNOWN) and row.ns > 0}
-        for event, ns in self._taken.items():
-            for row, part in self._parts(event, ns):
-                if row in left:
-                    left[row] -= part / steps
-        for row, ns in self._other.items():
+        taken = [(row, part / steps) for event, ns in self._taken.items() for row, part in self._parts(event, ns)]
+        for row, ns in (*taken, *self._other.items()):
             if row in left:
                 left[row] -= ns
         return {row: ns for row, ns in left.items() if ns >= 1}

@@ -116,8 +116,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
         except (Exception, pl.exceptions.PanicException) as error:  # a rule that fails costs only itself
-            failed = f"This check failed ({failure(error)}). The others are not affected."
-            unchecked.append(Unchecked(rule.id, failed))
+            unchecked.append(Unchecked(rule.id, _failed(error)))
             continue
         findings += found
         if not found:
@@ -142,7 +141,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     except Unavailable as reason:
         unchecked += [] if UNCLAIMED in suppressed else [Unchecked(UNCLAIMED, str(reason))]
     except (Exception, pl.exceptions.PanicException) as error:
-        unchecked.append(Unchecked(UNCLAIMED, _failure(error)))
+        unchecked.append(Unchecked(UNCLAIMED, _failed(error)))
     try:
         warnings = (*case.notes, *warnings_of(case.linked))
     except Unavailable as reason:
@@ -174,9 +173,8 @@ def _later_ns(case: Case, ledger: Ledger | None) -> float | None:
     return loop.step_ns if loop and ledger and loop.is_faster_than(ledger.step_ns) else None
 
 
-def _failure(error: BaseException) -> str:
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return f"This check failed ({what}). The others are not affected."
+def _failed(error: BaseException) -> str:
+    return f"This check failed ({failure(error)}). The others are not affected."
 
 
 def _claimed(claims: Claims, finding: Finding) -> Finding:
@@ -190,12 +188,8 @@ def _claimed(claims: Claims, finding: Finding) -> Finding:
 
 def _is_kept(finding: Finding, case: Case) -> bool:
     """Return whether a finding is still worth reporting after its saving was cut to what the ledger holds."""
-    return (
-        finding.id in OVER_TIME
-        or finding.saving_ns is None
-        or finding.saving_bytes is not None
-        or case.is_worth(finding.saving_ns)
-    )
+    saves_other = finding.id in OVER_TIME or finding.saving_ns is None or finding.saving_bytes is not None
+    return saves_other or case.is_worth(finding.saving_ns or 0.0)
 
 
 def _binds(case: Case, busy_share: float | None, ledger: Ledger | None) -> str:

@@ -90,6 +90,11 @@ class Chosen:
     script: str | None = None  # with the change, if it was made by hand: then there are no fixes
 
     @property
+    def lowers_to(self) -> list[str]:
+        """The dtypes to which its fixes lower matrix products."""
+        return [fix.lowers_to for fix in self.fixes if fix.lowers_to]
+
+    @property
     def arithmetic(self) -> str:
         """The largest effect of its fixes on losses."""
         if self.script is not None:

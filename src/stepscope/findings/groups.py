@@ -30,13 +30,9 @@ class Group:
     saving_high_ns: float
 
     def to_json(self) -> dict[str, Any]:
-        times = {
-            "saving_ms": self.saving_ns,
-            "saving_low_ms": self.saving_low_ns,
-            "saving_high_ms": self.saving_high_ns,
-        }
         named = {"id": self.id, "fix": self.fix, "findings": list(self.findings)}
-        return named | {name: ns / 1e6 for name, ns in times.items()}
+        times = ("saving", "saving_low", "saving_high")
+        return named | {f"{name}_ms": getattr(self, f"{name}_ns") / 1e6 for name in times}
 
 
 def grouped(case: Case, claims: Claims, found: Sequence[Finding], kept: Sequence[Finding]) -> list[Group]:

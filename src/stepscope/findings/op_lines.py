@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from stepscope.analysis.structure.intervals import covered_before
 from stepscope.analysis.structure.op_log import runs_unseen
 from stepscope.analysis.time.cpu_ledger import DATA, TRAINING
 from stepscope.analysis.time.ledger import Ledger
@@ -62,11 +63,9 @@ def lines_of(case: Case, ops: pl.DataFrame) -> pl.DataFrame:
 
 def lines_text(table: pl.DataFrame) -> str:
     """Return the longest lines of a table as text: `train.py:31 in step (12.0 ms: cat, mul)`."""
-    rows = table.head(_MOST_LINES).iter_rows(named=True)
+    rows, num_others = table.head(_MOST_LINES).iter_rows(named=True), table.height - _MOST_LINES
     parts = [f"{line_text(row['place'])} ({duration(row['duration_ns'], 3)}: {safe(row['ops'], 60)})" for row in rows]
-    return ", ".join(parts) + (
-        f" and {plural(table.height - _MOST_LINES, 'other line')}" * (table.height > _MOST_LINES)
-    )
+    return ", ".join(parts) + (f" and {plural(num_others, 'other line')}" if num_others > 0 else "")
 
 
 def caller_of(ops: pl.DataFrame) -> str | None:
@@ -111,29 +110,17 @@ def pauses(case: Case, of_data: bool = False) -> pl.DataFrame:
     if called.is_empty():
         return called.select(after="place", before="place", duration_ns=pl.lit(0.0))
     main = called["thread"].mode().min()
-    top = ops.filter(pl.col("thread") == main).sort("start_ns").select(
-        "start_ns", pl.col("end_ns").cum_max().shift(1).alias("until_ns"), "end_ns", "place"
-    )  # fmt: skip
+    until = pl.col("end_ns").cum_max().shift(1).alias("until_ns")
+    top = ops.filter(pl.col("thread") == main).sort("start_ns").select("start_ns", until, "end_ns", "place")
     last = pl.col("place").forward_fill().shift(1).alias("after")
     fetches = case.linked.steps.phases.filter(PHASE == DATA).select("start_ns", "end_ns").sort("start_ns")
-    waited = _covered_until(fetches, top["start_ns"]) - _covered_until(fetches, top["until_ns"])
+    waited = covered_before(fetches, top["start_ns"]) - covered_before(fetches, top["until_ns"])
     left = pl.lit(waited) if of_data else pl.col("start_ns") - pl.col("until_ns") - waited
     gap = left.clip(0) * case.clean_share / case.num_steps
     before = pl.col("place").backward_fill().alias("before")
     table = top.select(last, before, gap.alias("duration_ns")).drop_nulls()
     sums = table.group_by("after", "before").agg(pl.col("duration_ns").sum())
     return sums.sort("duration_ns", "after", "before", descending=[True, False, False])
-
-
-def _covered_until(spans: pl.DataFrame, times: pl.Series) -> pl.Series:
-    """Return how much of the time until each of some ordered times lies in disjoint, ordered spans."""
-    length = pl.col("end_ns") - pl.col("start_ns")
-    before = spans.with_columns(length.cum_sum().shift(1).fill_null(0).alias("before"))
-    found = times.to_frame("at").join_asof(
-        before, left_on="at", right_on="start_ns", check_sortedness=False, coalesce=False
-    )
-    inside = pl.min_horizontal("at", "end_ns") - pl.col("start_ns")
-    return found.select((pl.col("before") + inside).fill_null(0)).to_series()
 
 
 def pauses_text(case: Case, least_ns: float, of_data: bool = False) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from stepscope.analysis.run.drift import Slowdown, Together, slowdowns
-from stepscope.analysis.run.interruptions import LEAST_SHARE, LONG_NS, STOPPED, Interruption, interruption, stalls
+from stepscope.analysis.run.interruptions import LEAST_SHARE, LONG_NS, STOPPED, interruption, stalls
 from stepscope.analysis.run.losses import Spike, loss_anomaly
 from stepscope.analysis.run.memory_creep import KINDS, Creep, creeps
 from stepscope.analysis.run.memory_peaks import evaluation_peak
@@ -135,25 +135,14 @@ def _creeping(run: Run, creep: Creep) -> Finding:
         when = f"{span(left_ns)} later" if run.has_ended else f"in {span(left_ns)}{at}"
         out = f" At this rate, the remaining {size(creep.free_bytes)} {verb} used up at step {end:,}, {when}."
     what = KINDS[creep.name]
+    row = {"memory": creep.name, "step": creep.step, "before_bytes": creep.before_bytes,
+           "after_bytes": creep.after_bytes, "bytes_per_1000_steps": creep.per_1000_steps,
+           "steps_left": creep.steps_left}  # fmt: skip
     return Finding(
         sentence=f"{what[0].upper()}{what[1:]} grows by {size(creep.per_1000_steps)} per 1,000 steps from "
         f"{run.when(creep.step)} on: {size(creep.before_bytes)} then, {size(creep.after_bytes)} {last}.{out}",
         fix="keep numbers, not tensors: losses.append(loss.item()); empty what the loop adds to in every step",
-        evidence=(
-            Evidence(
-                "growth",
-                [
-                    {
-                        "memory": creep.name,
-                        "step": creep.step,
-                        "before_bytes": creep.before_bytes,
-                        "after_bytes": creep.after_bytes,
-                        "bytes_per_1000_steps": creep.per_1000_steps,
-                        "steps_left": creep.steps_left,
-                    }
-                ],
-            ),
-        ),
+        evidence=(Evidence("growth", [row]),),
         saving_bytes=round(creep.after_bytes - creep.before_bytes),
         derived="the lowest level of each stretch of the run: what an evaluation takes for a while does not count",
         confidence="high" if creep.name == "allocated_bytes" else "medium",
@@ -195,46 +184,31 @@ def evaluation_memory(run: Run) -> list[Finding]:
 
 def _interrupted(run: Run, kind: str, what: str, fix: str) -> list[Finding]:
     found = interruption(run, kind)
-    if found is None or found.share < LEAST_SHARE or not found.num:
+    if found is None or found.share < LEAST_SHARE:
         return []
-    return [_interruption(run, found, what, fix)]
-
-
-def _interruption(run: Run, found: Interruption, what: str, fix: str) -> Finding:
     where = f" ({found.places[0]})" if found.places else ""
     often = f", every {significant(found.every)} steps" if found.every and found.every >= 2 and found.num > 2 else ""
     each_ns = found.total_ns / found.num
     longest = ""
     if found.longest_ns is not None and found.longest_step is not None and found.longest_ns > 2 * each_ns:
         longest = f" The longest took {span(found.longest_ns)}, at {run.when(found.longest_step)}."
-    return Finding(
-        sentence=f"{what}{where} takes {span(found.total_ns)} of the run's {span(run.end_ns)}: "
-        f"{plural(found.num, 'time')}{often}, {span(each_ns)} each, first at {run.when(found.step)}.{longest}",
-        fix=fix,
-        evidence=(
-            Evidence(
-                "time between steps",
-                [
-                    {
-                        "what": found.kind,
-                        "times": found.num,
-                        "total_ns": found.total_ns,
-                        "step": found.step,
-                        "last_step": found.last_step,
-                        "every_steps": found.every,
-                        "longest_ns": found.longest_ns,
-                    },
-                ],
-            ),
-            Evidence("places in the script", [{"place": place} for place in found.places[:3]]),
-        ),
-        saving_ns=found.total_ns / max(1, run.num_steps),
-        rows=("between_steps",),
-        upper_bound=True,
-        derived="its wall-clock time in the run, divided by the steps; a typical step does not have it",
-        confidence="high" if found.num > 1 else "medium",
-        falsified_by="leave it out of a run and compare the throughput",
-    )
+    row = {"what": found.kind, "times": found.num, "total_ns": found.total_ns, "step": found.step,
+           "last_step": found.last_step, "every_steps": found.every, "longest_ns": found.longest_ns}  # fmt: skip
+    places = Evidence("places in the script", [{"place": place} for place in found.places[:3]])
+    return [
+        Finding(
+            sentence=f"{what}{where} takes {span(found.total_ns)} of the run's {span(run.end_ns)}: "
+            f"{plural(found.num, 'time')}{often}, {span(each_ns)} each, first at {run.when(found.step)}.{longest}",
+            fix=fix,
+            evidence=(Evidence("time between steps", [row]), places),
+            saving_ns=found.total_ns / max(1, run.num_steps),
+            rows=("between_steps",),
+            upper_bound=True,
+            derived="its wall-clock time in the run, divided by the steps; a typical step does not have it",
+            confidence="high" if found.num > 1 else "medium",
+            falsified_by="leave it out of a run and compare the throughput",
+        )
+    ]
 
 
 def loss_anomaly_findings(run: Run) -> list[Finding]:
@@ -244,7 +218,7 @@ def loss_anomaly_findings(run: Run) -> list[Finding]:
     findings = []
     if found.step is not None and found.value is not None:
         name = "NaN" if found.value != found.value else "infinite"
-        broken = f"{found.num_not_finite:,}"
+        broken = f"{found.num_not_finite:,} of {found.num_losses:,}"
         seen = f"The loss is {name} at {run.when(found.step)}"
         if found.finite_step is not None and found.finite_step + 1 < found.step:
             seen = f"The loss is first seen to be {name} at {run.when(found.step)}. It was finite at step "
@@ -253,7 +227,7 @@ def loss_anomaly_findings(run: Run) -> list[Finding]:
         then = "Later losses are finite again." if found.recovers else "It has stayed so."
         findings.append(
             Finding(
-                sentence=f"{seen}. {broken} of {found.num_losses:,} sampled losses are not finite. {then}",
+                sentence=f"{seen}. {broken} sampled losses are not finite. {then}",
                 fix="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), a lower learning rate, bf16 for fp16",
                 evidence=(Evidence("losses", [row]),),
                 derived="no time is saved; what is trained after it may be lost",
@@ -282,17 +256,16 @@ def _spiked(run: Run, spikes: tuple[Spike, ...]) -> Finding:
 
 
 def stall_findings(run: Run) -> list[Finding]:
-    findings = []
     fix = "gc.collect(); gc.freeze(); gc.disable() before the loop, and gc.collect() every few hundred steps"
-    findings += _interrupted(run, "garbage_collection", "Garbage collection", fix)
+    findings = _interrupted(run, "garbage_collection", "Garbage collection", fix)
     found = stalls(run)
     total_ns = sum(stall.ns for stall in found)
     share = total_ns / max(1, run.end_ns)
     if not found or (share < LEAST_SHARE and max(stall.ns for stall in found) < LONG_NS):
         return findings
     longest = max(found, key=lambda stall: stall.ns)
-    names = {"data": "waiting for data", "suspended": "while the machine slept"}
-    names[STOPPED] = "while the process was stopped"
+    names = {"data": "waiting for data", "suspended": "while the machine slept",
+             STOPPED: "while the process was stopped"}  # fmt: skip
     why = ", for no known reason"
     fix = "stepscope run --when 'step_time > 3x' SCRIPT  # takes a window when it happens"
     others = run.tracks["others_share"].at(longest.step) if "others_share" in run.tracks else None
@@ -301,8 +274,8 @@ def stall_findings(run: Run) -> list[Finding]:
     elif others is not None and others >= _MANY_OTHERS:
         why = f", while other processes, or other machines on the same host, had {whole_percent(others)} of the cores"
         fix = "run it on a machine of its own  # or with fewer jobs beside it"
-    rows = [{"step": each.step, "duration_ns": each.ns, "why": each.kind} for each in found]
-    rows.sort(key=lambda row: -int(str(row["duration_ns"])))
+    ordered = sorted(found, key=lambda stall: -stall.ns)[:_MOST_ROWS]
+    rows = [{"step": each.step, "duration_ns": each.ns, "why": each.kind} for each in ordered]
     times = "once" if len(found) == 1 else plural(len(found), "time")
     return [
         *findings,
@@ -310,7 +283,7 @@ def stall_findings(run: Run) -> list[Finding]:
             sentence=f"Training stalls {times}: {span(total_ns)} of the run's {span(run.end_ns)}. The "
             f"longest takes {span(longest.ns)} at {run.when(longest.step)}{why}.",
             fix=fix,
-            evidence=(Evidence("stalls", rows[:_MOST_ROWS]),),
+            evidence=(Evidence("stalls", rows),),
             saving_ns=total_ns / max(1, run.num_steps),
             rows=("slow_steps",),
             upper_bound=True,

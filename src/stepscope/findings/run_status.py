@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from stepscope.analysis.run.goodput import Goodput, goodput
 from stepscope.analysis.run.series import Run, TimeBlock, summed
 from stepscope.analysis.time.loop_time import MEASURING, TRAINING
 from stepscope.display import Shown
-from stepscope.findings.finding import Finding
 from stepscope.findings.over_time import findings_over_time
 from stepscope.findings.rank_warnings import RunWarning, rank_warnings
 from stepscope.session.run import run_of
@@ -140,10 +139,9 @@ class WatchedRun:
     def __init__(self, folder: Path, num_planned: int | None = None, watch: Watch | None = None) -> None:
         self._watch = watch or Watch(folder)
         self._num_planned = num_planned
-        self._grown: object = None  # what the run was made from
+        self._seen: object = None  # what the run was made from
         self._run = Run(())
         self._goodput: Goodput | None = None
-        self._checked: object = None  # what the rules have seen
         self._found: tuple[RunWarning, ...] = ()
 
     def glance(self) -> RunStatus:
@@ -157,13 +155,15 @@ class WatchedRun:
         ranks = self._watch.update()
         first = leading(ranks).history
         key = first.blocks[-1:], first.events[-1:]
-        if self._grown != key:
-            self._run, self._grown = run_of(None, first), key
-        if self._checked != key:
+        if self._seen != key:
+            self._seen, self._run = key, run_of(None, first)
             self._goodput = goodput(self._run)
-            found = findings_over_time(self._run)
-            self._checked = key
-            self._found = tuple(RunWarning(each.id, str(number), each.sentence) for number, each in _numbered(found))
+            numbers: Counter[str] = Counter()
+            found = []
+            for each in findings_over_time(self._run):
+                numbers[each.id] += 1
+                found.append(RunWarning(each.id, str(numbers[each.id]), each.sentence))
+            self._found = tuple(found)
         warnings = (*rank_warnings(ranks), *self._found)
         return status_of(self._watch.folder, ranks, self._run, self._goodput, warnings, self._num_planned)
 
@@ -171,14 +171,6 @@ class WatchedRun:
 def leading(ranks: Sequence[Rank]) -> Rank:
     """Return the rank whose figures are shown: the first that trains, as a launcher may come before it."""
     return next((rank for rank in ranks if rank.history.blocks), ranks[0])
-
-
-def _numbered(findings: Sequence[Finding]) -> Iterator[tuple[int, Finding]]:
-    """Yield every finding with its number among those of its rule, from 1."""
-    num = Counter[str]()
-    for finding in findings:
-        num[finding.id] += 1
-        yield num[finding.id], finding
 
 
 def status_of(
@@ -192,10 +184,10 @@ def status_of(
     """Return the status of a run: `ranks` as they are now, `run` and `goodput` of the leading one."""
     first = leading(ranks)
     unit, _ = _work(first)
-    rates = [rate for rank in ranks if not rank.is_over and (rate := _rate(rank, unit)) is not None]
-    if first.is_over:
-        rates = [rate for rank in ranks if (rate := _rate(rank, unit)) is not None]
-    known_loss = next((block for block in reversed(first.history.blocks) if block.loss is not None), None)
+    working = [rank for rank in ranks if first.is_over or not rank.is_over]
+    rates = [rate for rank in working if (rate := _rate(rank, unit)) is not None]
+    losses = ((block.loss, block.loss_step) for block in reversed(first.history.blocks) if block.loss is not None)
+    loss, loss_step = next(losses, (None, None))
     parts, parts_s = _parts(run)
     num_steps = first.num_steps
     if first.history.blocks:  # steps count from 0 in every process
@@ -203,7 +195,6 @@ def status_of(
         num_steps += run.last_step + 1 - last.step - last.num_steps
     planned, left = _left(first, run, num_steps, num_planned)
     command = first.facts.get("command") or {}
-    series = _series(run, unit)
     return RunStatus(
         folder=folder,
         script=" ".join(map(str, command.get("argv") or ())),
@@ -216,8 +207,8 @@ def status_of(
         step_ns=_step_ns(first),
         unit=unit,
         per_s=(rates[0] if unit == "steps" else sum(rates)) if rates else None,
-        loss=known_loss.loss if known_loss else None,
-        loss_step=known_loss.loss_step if known_loss else None,
+        loss=loss,
+        loss_step=loss_step,
         goodput=goodput.share if goodput else None,
         lost_ns=_lost(goodput),
         parts=parts,
@@ -229,7 +220,7 @@ def status_of(
         ),
         warnings=warnings,
         span_s=(run.blocks[-1].end_ns - run.blocks[0].start_ns) / 1e9 if run.blocks else 0.0,
-        series=series,
+        series=_series(run, unit),
     )
 
 
@@ -292,7 +283,7 @@ def _lost(goodput: Goodput | None) -> dict[str, int]:
 
 def _parts(run: Run) -> tuple[tuple[Part, ...], float]:
     """Return where the last minutes went, the largest part first, and how long they were."""
-    blocks = _recent(run)
+    blocks = [each for each in run.blocks if each.end_ns > run.end_ns - RECENT_S * 1e9] or run.blocks[-1:]
     if not blocks:
         return (), 0.0
     whole_ns = max(1, blocks[-1].end_ns - blocks[0].start_ns)
@@ -304,10 +295,6 @@ def _parts(run: Run) -> tuple[tuple[Part, ...], float]:
     return tuple(Part(name, ns, ns / whole_ns) for name, ns in ordered if ns), whole_ns / 1e9
 
 
-def _recent(run: Run) -> list[TimeBlock]:
-    return [block for block in run.blocks if block.end_ns > run.end_ns - RECENT_S * 1e9] or list(run.blocks[-1:])
-
-
 def _series(run: Run, unit: str) -> dict[str, list[float | None]]:
     if not run.blocks:
         return {}
@@ -317,12 +304,10 @@ def _series(run: Run, unit: str) -> dict[str, list[float | None]]:
         num: int = sum(getattr(block, f"num_{unit}") for block in blocks)
         return num / sum(block.wall_ns for block in blocks) * 1e9
 
-    found = {
-        "per_s": over_time(run.blocks, num, per_s),
-        "step_ns": over_time(
-            run.blocks, num, lambda some: sum(b.wall_ns for b in some) / sum(b.num_steps for b in some)
-        ),
-    }
+    def step_ns(blocks: Sequence[TimeBlock]) -> float:
+        return sum(block.wall_ns for block in blocks) / sum(block.num_steps for block in blocks)
+
+    found = {"per_s": over_time(run.blocks, num, per_s), "step_ns": over_time(run.blocks, num, step_ns)}
     ends = run.blocks[0].start_ns, run.blocks[-1].end_ns
     for name in _TRACKS:
         if (track := run.tracks.get(name)) is not None:
@@ -331,23 +316,18 @@ def _series(run: Run, unit: str) -> dict[str, list[float | None]]:
     return found | ({"memory_bytes": memory[0] or memory[1] or []} if any(memory) else {})
 
 
-def _data_share(rank: Rank) -> float | None:
-    blocks = _last_minute(rank)
-    whole_ns = sum(block.wall_ns for block in blocks)
-    return sum(block.host_ns.get("data", 0) for block in blocks) / whole_ns if whole_ns else None
-
-
 def _rank_status(rank: Rank) -> RankStatus:
     block = rank.history.blocks[-1] if rank.history.blocks else None
     process = rank.history.processes[-1] if rank.history.processes else None
-    gpu = block.gpu if block else None
+    gpu, recent = block.gpu if block else None, _last_minute(rank)
+    whole_ns = sum(each.wall_ns for each in recent)
     memory = (block.reserved_bytes or block.resident_bytes) if block else None
     return RankStatus(
         name=rank.name,
         state=rank.state,
         num_steps=rank.num_steps,
         step_ns=_step_ns(rank),
-        data_share=_data_share(rank),
+        data_share=sum(each.host_ns.get("data", 0) for each in recent) / whole_ns if whole_ns else None,
         memory_bytes=memory,
         total_bytes=block.total_bytes if block else None,
         gpu_busy_share=gpu.busy_share if gpu else None,

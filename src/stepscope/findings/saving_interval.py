@@ -47,9 +47,8 @@ def interval_ns(finding: Finding, ledger: Ledger) -> tuple[float, float]:
 
 
 def with_interval(finding: Finding, ledger: Ledger) -> Finding:
-    if finding.saving_ns is None or (
-        ledger.is_of_cpu and finding.upper_bound
-    ):  # a fix there may save next to nothing
+    # On a CPU, a fix with an upper bound may save next to nothing.
+    if finding.saving_ns is None or (ledger.is_of_cpu and finding.upper_bound):
         return finding
     low_ns, high_ns = interval_ns(finding, ledger)
     return replace(finding, saving_low_ns=low_ns, saving_high_ns=high_ns)

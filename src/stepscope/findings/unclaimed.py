@@ -97,6 +97,7 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
     )
 
 
+_CPU_WORK = ("cpu_products", "cpu_ops")
 _SLOW_SHARE = 0.1  # of a step, which a line takes beyond what its work needs
 _TRY_CLASS = {
     "gemm": "fewer and larger products, sizes that are multiples of 16, a larger batch",
@@ -110,7 +111,7 @@ _TRY_CLASS = {
 def _slow_lines(case: Case, claims: Claims) -> list[Finding]:
     """Return a finding about the lines whose ops are slower than the trace's own fast ops, for an unknown reason."""
     ops = ops_of(case).filter(pl.col("place").is_not_null())
-    work = pl.concat([claims.unclaimed_work(row).select("event", "loss_ns") for row in ("cpu_products", "cpu_ops")])
+    work = pl.concat([claims.unclaimed_work(row).select("event", "loss_ns") for row in _CPU_WORK])
     facts = case.work.select("event", "call", pl.col("op", "class").cast(pl.String), least_ns(case))
     lines = ops.select(pl.col("row").alias("call"), "place")
     beyond = (pl.col("loss_ns") - pl.col("least_ns").fill_null(0.0)).clip(0) / case.num_steps
@@ -146,13 +147,7 @@ def _slow_lines(case: Case, claims: Claims) -> list[Finding]:
             upper_bound=True,
             confidence="low",
             places=case.places(slow.sort("beyond_ns", descending=True)["event"].head(20)),
-            claims={row: held for row, held in _held(claims, ns).items() if held},
+            claims=claims.split(_CPU_WORK, ns, {}),
             id=UNCLAIMED,
         )
     ]
-
-
-def _held(claims: Claims, ns: float) -> dict[str, float]:
-    held = {row: claims.held_ns(row) for row in ("cpu_products", "cpu_ops")}
-    whole = sum(held.values()) or 1.0
-    return {row: min(ns, whole) * part / whole for row, part in held.items()}

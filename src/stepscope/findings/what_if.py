@@ -68,8 +68,7 @@ def what_if(
     gone = [choose(case.all_work, words)["event"] for words in drop_launches]
     change = case.without(pl.concat(gone)) if gone else Change()
     if host is not None:
-        left = stretches(replay.host_stretches(), host)
-        change = replace(change, host=left)
+        change = replace(change, host=stretches(replay.host_stretches(), host))
     unwaited = frozenset() if waits else frozenset(replay.waits)
     change = replace(change, duration_ns=durations, unwaited=unwaited, overhead=overhead)
     before = replay.play(Change(overhead=overhead))
