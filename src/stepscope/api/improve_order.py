@@ -13,21 +13,10 @@ if TYPE_CHECKING:
     from stepscope.trace.recording import Recording
 
 TRIES = (
-    "waiting_for_data",
-    "memory_layout",
-    "autocast",
-    "sdpa",
-    "cudnn_benchmark",
-    "unfused_optimizer",
-    "threads",
-    "fp32_matmul",
-    "pageable_copies",
-    "attention_backend=cudnn",
-    "expandable_segments",
-    "launch_bound",
-    "compile",
+    "waiting_for_data", "memory_layout", "autocast", "sdpa", "cudnn_benchmark", "unfused_optimizer", "threads",
+    "fp32_matmul", "pageable_copies", "attention_backend=cudnn", "expandable_segments", "launch_bound", "compile",
     "compile=max-autotune-no-cudagraphs",
-)
+)  # fmt: skip
 """The order without a ledger: what usually saves most first, what compiles last, with CUDA graphs before without."""
 COMPILERS = ("compile", "launch_bound")  # one replaces the other
 NEED_GPU = ("launch_bound", "attention_backend", "compile=max-autotune-no-cudagraphs")
@@ -60,18 +49,18 @@ def phase_share(recording: Recording, phase: str) -> float | None:
 
 
 def is_gpu(recording: Recording) -> bool:
-    return (recording.facts.get("environment") or {}).get("device") == "cuda"
+    return recording.facts.get("environment", {}).get("device") == "cuda"
 
 
 def refusals(survey: Recording) -> dict[str, str]:
     """Return why changes cannot pay, from a run of the unchanged script that looked at what each would change."""
-    refused: dict[str, str] = {}
-    for facts in survey.facts.get("fixes") or []:
-        if not facts["changed"]:
-            refused[facts["id"]] = "; ".join(facts["left"]) or facts["nothing_seen"]
-    for name in COMPILERS:
-        if "compile" in refused:
-            refused[name] = refused["compile"]
+    refused: dict[str, str] = {
+        facts["id"]: "; ".join(facts["left"]) or facts["nothing_seen"]
+        for facts in survey.facts.get("fixes", ())
+        if not facts["changed"]
+    }
+    if "compile" in refused:
+        refused |= dict.fromkeys(COMPILERS, refused["compile"])
     if not is_gpu(survey):
         refused |= dict.fromkeys(NEED_GPU, "no GPU was used")
     return refused

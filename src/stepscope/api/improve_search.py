@@ -244,9 +244,7 @@ class Search:
             replaced = next(filter(is_compiler, rest), None)
             rest = [one for one in rest if one != replaced]
         after = "+".join([*rest, text])
-        chosen = parse_fix(after)
-        lowers_to = [fix.lowers_to for fix in parse_fix(text).fixes if fix.lowers_to]
-        plan = Plan(after, chosen.arithmetic, lowers_to, self._tolerance)
+        plan = Plan(after, parse_fix(after).arithmetic, parse_fix(text).lowers_to, self._tolerance)
         times: tuple[list[float], list[float]] = ([], [])
         trial = Trial(text, tuple(self.kept), found.NO_GAIN)
         while True:
@@ -291,7 +289,7 @@ class Search:
         losses = gate(plan, self.attempts[BASELINE], self.attempts[plan.fix])
         if losses.verdict != DIFFER or plan.arithmetic in (SAME, RESAMPLED) or plan.tolerance_share is not None:
             return losses
-        lowers = {fix.lowers_to for fix in parse_fix(plan.fix).fixes}
+        lowers = parse_fix(plan.fix).lowers_to
         flops = flops_by_dtype(self.attempts[BASELINE][0].recording)
         low = next((dtype for dtype in ("bf16", "fp16", "tf32") if dtype in lowers or flops.get(dtype)), "fp32")
         rounded = f"rounding={low}"
@@ -322,9 +320,7 @@ class Search:
 
         What is left must be enough to measure the best in alternation with the unchanged script afterwards.
         """
-        last = 0.0
-        if self.kept:
-            last = 2 * (self._expected_s(BASELINE) + self._expected_s("+".join(self.kept)))
+        last = 2 * (self._expected_s(BASELINE) + self._expected_s("+".join(self.kept))) if self.kept else 0.0
         left_s = self.limit_s - self.spent_s - last
         if left_s < estimate_s:
             check = f", and the check of what is kept {span(last * 1e9)}" if last else ""
@@ -336,11 +332,12 @@ class Search:
         """Measure the best in alternation with the unchanged script; drop all changes if it is not faster."""
         best = "+".join(self.kept)
         try:
-            while not self._is_proven():
-                pair_s = self._expected_s(BASELINE) + self._expected_s(best)
-                if self.limit_s - self.spent_s < pair_s and len(self._pairs[1]) >= 2:
+            while (num := len(self._pairs[1])) < 2 * FINAL_PAIRS:
+                if num >= FINAL_PAIRS and factor_of(*self._pairs).is_significant:
                     break
-                self._say(f"measuring {best} against {UNCHANGED}, pair {len(self._pairs[1]) + 1}")
+                if num >= 2 and self.limit_s - self.spent_s < self._expected_s(BASELINE) + self._expected_s(best):
+                    break
+                self._say(f"measuring {best} against {UNCHANGED}, pair {num + 1}")
                 runs = [self._run(BASELINE), self._run(best)]
                 if any(each.failure is not None for each in runs):
                     break
@@ -358,10 +355,6 @@ class Search:
         between = [max(times) / min(times) - 1 for times in map(steps_ns, runs) if times]
         halves = sorted(apart for some in runs for each in some if (apart := _halves(each)) is not None)
         return max([0.0, *between, *halves[len(halves) // 2 :][:1]])
-
-    def _is_proven(self) -> bool:
-        num = len(self._pairs[1])
-        return num >= 2 * FINAL_PAIRS or (num >= FINAL_PAIRS and factor_of(*self._pairs).is_significant)
 
     @property
     def times_ns(self) -> tuple[list[float], list[float]]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,6 +108,7 @@ def _asked(command: Command) -> dict[str, object]:
 
 def _folder(given: Path | None, command: Command, asked: dict[str, object], resume: bool) -> Path:
     """Return the folder of the runs: the one of the same command if it has no result yet, or with `resume` any."""
+    from stepscope.api.verification import folders_for
     from stepscope.sweep.run_log import asked_of, is_unfinished
 
     if given is not None:
@@ -117,11 +117,9 @@ def _folder(given: Path | None, command: Command, asked: dict[str, object], resu
                 f"{given} holds the result of this command. Add --resume to go on, or name another folder"
             )
         return given.absolute()
-    word = next((word for word in command.words if word != "-m"), "script")
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
-    name = f"improve-{Path(word).stem}-{digest}"
     last = None
-    for path in map(Path("runs").absolute().joinpath, chain([name], (f"{name}-{number}" for number in count(2)))):
+    for path in folders_for("improve", command, digest):
         if not path.exists():
             return last if resume and last is not None else path
         if asked_of(path) == asked and is_unfinished(path):

@@ -86,14 +86,10 @@ class _Ranks:
     def check(self, tell: Callable[[str], None]) -> None:
         """Raise RecordingError if no rank runs. Leave out those that have ended."""
         endings = {rank.name: ending for rank in self.all if (ending := rank.ending()) is not None}
-        if not self.all:
-            if ending := _Rank(self.run, "").ending():
+        if len(endings) == len(self.all):
+            if ending := next(iter(endings.values()), None) or _Rank(self.run, "").ending():
                 raise RecordingError(f"the run in {self.run} has ended ({ending}): trigger needs one that is running")
             raise RecordingError(f"the run in {self.run} has not finished a step yet: try again when it has")
-        if len(endings) == len(self.all):
-            raise RecordingError(
-                f"the run in {self.run} has ended ({next(iter(endings.values()))}): trigger needs one that is running"
-            )
         for name, ending in endings.items():
             tell(f"{name} has ended ({ending}): the window is taken from the others")
         self.all = [rank for rank in self.all if rank.name not in endings]
@@ -119,9 +115,6 @@ class _Ranks:
     def states(self) -> set[str]:
         return {str(rank.answer.get("state")) for rank in self.all}
 
-    def those(self, is_such: Callable[[_Rank], bool]) -> str:
-        return ", ".join(rank.name for rank in self.all if is_such(rank))
-
 
 def _take(ranks: _Ranks, wanted: dict[str, Any], tell: Callable[[str], None]) -> Path:
     number = requests.create(ranks.run, "request", wanted)
@@ -129,7 +122,7 @@ def _take(ranks: _Ranks, wanted: dict[str, Any], tell: Callable[[str], None]) ->
     try:
         for seconds in _until(ranks, number, tell, lambda _: all(rank.answer for rank in ranks.all)):
             if seconds > SEE_SECONDS:
-                silent = ranks.those(lambda rank: not rank.answer)
+                silent = ", ".join(rank.name for rank in ranks.all if not rank.answer)
                 raise RecordingError(f"{silent} did not answer within {SEE_SECONDS:.0f} s: no window was taken")
         step = _agree(ranks, number, wanted, tell)
         tell(f"window {number} begins at step {step}")
@@ -164,7 +157,7 @@ def _agree(ranks: _Ranks, number: int, wanted: dict[str, Any], tell: Callable[[s
             pass
         if requests.LATE not in ranks.states():
             return step
-        late = ranks.those(lambda rank: rank.answer.get("state") == requests.LATE)
+        late = ", ".join(rank.name for rank in ranks.all if rank.answer.get("state") == requests.LATE)
         if ranks.states() & {requests.RUNNING, requests.DONE}:
             raise RecordingError(f"{late} was too late for step {step}, where the others began: try again")
         free_from = max(int(rank.answer.get("free_from") or 0) for rank in ranks.all)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -110,16 +110,7 @@ def verify(
         for warning in warnings:
             warn(warning)
     folder = _folder(None if output is None else Path(output), command)
-    plans = [
-        Plan(
-            each.text,
-            each.arithmetic,
-            [one.lowers_to for one in each.fixes if one.lowers_to],
-            tolerance,
-            script=each.script,
-        )
-        for each in chosen
-    ]
+    plans = [Plan(each.text, each.arithmetic, each.lowers_to, tolerance, script=each.script) for each in chosen]
     recorded = None if session is None else (session.recording.facts.get("windows") or {}).get("warmup")
     options = Options(
         warmup=warmup or max(NUM_WARMUP, recorded or 0), clean=num_clean or NUM_CLEAN, timeout_s=timeout_s, free=0
@@ -202,10 +193,15 @@ def _folder(given: Path | None, command: Command) -> Path:
         if given.exists() and (not given.is_dir() or any(given.iterdir())):
             raise UsageError(f"{given} is not empty: name another folder")
         return given.absolute()
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return next(path for path in folders_for("verify", command, now) if not path.exists())
+
+
+def folders_for(verb: str, command: Command, suffix: str) -> Iterator[Path]:
+    """Yield the folders in runs/ that the runs of a command may go to, without end."""
     word = next((word for word in command.words if word != "-m"), "script")
-    name = f"verify-{Path(word).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(path for path in map(Path("runs").absolute().joinpath, names) if not path.exists())
+    name = f"{verb}-{Path(word).stem}-{suffix}"
+    yield from map(Path("runs").absolute().joinpath, chain([name], (f"{name}-{number}" for number in count(2))))
 
 
 def _run_all(
@@ -313,9 +309,7 @@ def attempt(
     from stepscope.sweep.record_runs import run_again
 
     failure = run_again(command, output, options, fix, rehearses, num_traced, engine)
-    if failure is None:
-        return read_attempt(output, number)
-    return read_attempt(output, number, failure.reason, failure.is_timeout)
+    return read_attempt(output, number, *((failure.reason, failure.is_timeout) if failure is not None else ()))
 
 
 def read_attempt(output: Path, number: int, failure: str | None = None, is_timeout: bool = False) -> Attempt:

@@ -123,7 +123,7 @@ def run_and_print(
         tell(f"stepscope: interrupted; continue with  {place.resume_command}")
         return EXIT_INTERRUPTED
     if num_killed := sum(map(is_tried_again, results.rows)):
-        killed = "1 point was killed" if num_killed == 1 else f"{num_killed:,} points were killed"
+        killed = f"{plural(num_killed, 'point')} {'was' if num_killed == 1 else 'were'} killed"
         tell(f"stepscope: {killed} from outside; measure again with  {place.resume_command}")
     asked = {point.hash for point in points}
     is_fine = all(row["status"] in fine for row in results.rows if row["hash"] in asked)

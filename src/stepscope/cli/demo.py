@@ -17,10 +17,9 @@ from stepscope.cli.support.output import tell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder (default: runs/demo)"
-    )
-    parser.add_argument("--no-open", action="store_true", help="write the page, but do not open it")
+    add, default = parser.add_argument, Path("runs/demo")
+    add("-o", "--output", type=Path, default=default, metavar="DIR", help=f"folder (default: {default})")
+    add("--no-open", action="store_true", help="write the page, but do not open it")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -103,11 +103,7 @@ def _abilities(torch: Any, nvml_problem: str | None) -> Iterator[dict[str, Any]]
         ("measure GPU time and memory", on_gpu, gpu if torch else install),
         ("read GPU clocks, power and other processes", nvml_problem is None, gpu),
         ("plan without a GPU", torch is not None, install),
-        (
-            "verify torch.compile",
-            torch is not None and (on_gpu or compiler),
-            "`apt-get install g++`" if torch else install,
-        ),
+        ("verify torch.compile", torch and (on_gpu or compiler), "`apt-get install g++`" if torch else install),
         ("write into this folder", os.access(Path.cwd(), os.W_OK), "`stepscope run -o FOLDER train.py`"),
     ):
         yield {"what": what, "works": bool(works), "next": None if works else following}

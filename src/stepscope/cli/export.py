@@ -33,10 +33,8 @@ FORMS = ("perfetto", "speedscope", "flame", "repro", "csv", "parquet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "path", type=Path, nargs="?", metavar="PATH", help="recording, trace or folder of ranks (default: latest run)"
-    )
+    add, about = parser.add_argument, "recording, trace or folder of ranks (default: latest run)"
+    add("path", type=Path, nargs="?", metavar="PATH", help=about)
     add("form", metavar="FORMAT", help=", ".join(FORMS))
     add("--step", type=int, metavar="N", help="only this step")
     add("--module", metavar="FQN", help="only this module and its backward; * matches a number")

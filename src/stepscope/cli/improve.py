@@ -20,7 +20,7 @@ import argparse
 from pathlib import Path
 
 from stepscope.api.improvement import improve
-from stepscope.cli.support.options import positive, seconds, share
+from stepscope.cli.support.options import chosen, positive, seconds, share
 from stepscope.cli.support.output import Progress, print_answer, tell
 from stepscope.cli.support.program import add_program_arguments
 from stepscope.errors import UsageError
@@ -50,14 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
         result = improve(
             *words,
             is_module=bool(arguments.module),
-            minutes=arguments.minutes,
-            warmup=arguments.warmup,
-            clean=arguments.clean,
-            fix=arguments.fix,
-            tolerance=arguments.tolerance,
+            **chosen(arguments, "minutes", "warmup", "clean", "fix", "tolerance", "output", "resume"),
             timeout_s=arguments.timeout,
-            output=arguments.output,
-            resume=arguments.resume,
             on_line=progress.above(arguments.quiet),
             progress=progress,
         )

@@ -19,13 +19,8 @@ from stepscope.formatting import plural, safe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help="recording, sweep or study")
-    add(
-        "--to",
-        action="append",
-        required=True,
-        metavar="TRACKER",
-        help="mlflow, wandb, tensorboard or trackio[:WHERE]",
-    )
+    about = "mlflow, wandb, tensorboard or trackio[:WHERE]"
+    add("--to", action="append", required=True, metavar="TRACKER", help=about)
     add("--follow", type=int, metavar="RANK", help=argparse.SUPPRESS)  # started by `stepscope run --log-to`
 
 

@@ -18,7 +18,7 @@ examples:
 import argparse
 
 from stepscope.api.sweeps import DEFAULT_DEVICE, plan
-from stepscope.cli.support.options import add_point_arguments, typed_axes
+from stepscope.cli.support.options import add_point_arguments, chosen, typed_axes
 from stepscope.cli.support.output import doing, print_answer
 from stepscope.errors import need_torch
 
@@ -50,17 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.workload,
             set=typed_axes(arguments, FLAGS),
             device=arguments.device.split(","),
-            fsdp=arguments.fsdp,
-            ddp=arguments.ddp,
-            tp=arguments.tp,
-            pp=arguments.pp,
-            microbatches=arguments.microbatches,
-            schedule=arguments.schedule,
-            mixed_precision=arguments.mixed_precision,
-            offload_activations=arguments.offload_activations,
-            fit=arguments.fit,
-            max_batch=arguments.max_batch,
-            max_length=arguments.max_length,
+            **chosen(arguments, "fsdp", "ddp", "tp", "pp", "microbatches", "schedule", "mixed_precision"),
+            **chosen(arguments, "offload_activations", "fit", "max_batch", "max_length"),
             on_line=show,
         )
     print_answer(found, arguments.json)

@@ -59,13 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--free", type=int, metavar="N", help=free)
     add("--inference", action="store_true", help="count each forward pass as a step (no training)")
     add("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
-    add(
-        "--log-to",
-        action="append",
-        default=[],
-        metavar="TRACKER",
-        help="log live: mlflow, wandb, tensorboard, trackio",
-    )
+    trackers = "log live: mlflow, wandb, tensorboard, trackio"
+    add("--log-to", action="append", default=[], metavar="TRACKER", help=trackers)
     add("--metrics-file", type=Path, metavar="FILE", help="write figures for Prometheus's node_exporter")
     add("--otlp", action="store_true", help="send figures to an OpenTelemetry collector")
     add("--when", action="append", default=[], metavar="CONDITION", help="take more windows: 'step_time > 1.5x'")
@@ -90,9 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
     for option in _OURS.intersection(words[1:]):
         tell(f"stepscope: {option} is the script's here. For Stepscope, name it first: stepscope run {option} …")
     if arguments.warmup < 2:
-        raise UsageError(
-            f"--warmup {arguments.warmup}: 2 is the least, because the model is found in the first two steps"
-        )
+        why = "because the model is found in the first two steps"
+        raise UsageError(f"--warmup {arguments.warmup}: 2 is the least, {why}")
     if arguments.repeat > 1 and not arguments.trace:
         raise UsageError(f"--repeat {arguments.repeat} repeats the trace window, which --trace 0 leaves out")
     try:
@@ -101,9 +95,9 @@ def main(arguments: argparse.Namespace) -> int:
             clean=arguments.clean,
             trace=arguments.trace,
             repeat=arguments.repeat,
+            free=arguments.free,
             trace_slowest=arguments.trace_ranks == SLOWEST,
             memory=0 if arguments.no_memory else 1,
-            free=arguments.free,
         )
         for condition in arguments.when:
             parse(condition)

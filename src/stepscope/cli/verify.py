@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stepscope.api.verification import verify
-from stepscope.cli.support.options import add_engine_arguments, positive, share, typed_engine
+from stepscope.cli.support.options import add_engine_arguments, chosen, positive, share, typed_engine
 from stepscope.cli.support.output import doing, is_terminal, print_answer, tell, write
 from stepscope.errors import UsageError
 
@@ -76,15 +76,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError("name a recording or a script: stepscope verify runs/baseline --fix autocast")
     with doing("verify") as show:
         verification = verify(
-            *words,
-            fix=arguments.fix,
+            words[0],
+            *words[1:],
             is_module=bool(arguments.module),
-            rounds=arguments.rounds,
-            warmup=arguments.warmup,
-            clean=arguments.clean,
-            tolerance=arguments.tolerance,
+            **chosen(arguments, "fix", "rounds", "warmup", "clean", "tolerance", "output"),
             timeout_s=arguments.timeout,
-            output=arguments.output,
             **typed_engine(arguments),
             yes=arguments.yes or (_ask if is_terminal(sys.stdin) and is_terminal(sys.stderr) else False),
             on_line=show,

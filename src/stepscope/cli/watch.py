@@ -35,16 +35,14 @@ SCREEN_S, LINE_S = 2.0, 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="recording (default: the latest run)")
-    parser.add_argument("--steps", type=positive, metavar="N", help="total steps of the run, for the time left")
-    about = f"time between updates (default: {SCREEN_S:g}; lines: {LINE_S:g})"
-    parser.add_argument("--every", type=seconds, metavar="SECONDS", help=about)
-    parser.add_argument("--once", action="store_true", help="print the run as it is now, and exit")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per update (docs/watch.md)")
-    parser.add_argument("--serve", action="store_true", help="show it as a web page, only on this machine")
-    parser.add_argument(
-        "--port", type=positive, metavar="PORT", help="port of --serve (default: 7837, or a free one)"
-    )
+    add, about = parser.add_argument, f"time between updates (default: {SCREEN_S:g}; lines: {LINE_S:g})"
+    add("run", type=Path, nargs="?", metavar="RUN", help="recording (default: the latest run)")
+    add("--steps", type=positive, metavar="N", help="total steps of the run, for the time left")
+    add("--every", type=seconds, metavar="SECONDS", help=about)
+    add("--once", action="store_true", help="print the run as it is now, and exit")
+    add("--json", action="store_true", help="print one JSON object per update (docs/watch.md)")
+    add("--serve", action="store_true", help="show it as a web page, only on this machine")
+    add("--port", type=positive, metavar="PORT", help="port of --serve (default: 7837, or a free one)")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -55,6 +55,11 @@ def _above_zero(text: str, kind: type[int] | type[float], noun: str) -> float:
     return number
 
 
+def chosen(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the options that an API function calls by the same names."""
+    return {name: getattr(arguments, name) for name in names}
+
+
 def add_price_argument(parser: argparse.ArgumentParser) -> None:
     about = "price of the whole job per hour, in any currency"
     parser.add_argument("--price-per-hour", type=seconds, metavar="PRICE", help=about)
@@ -151,7 +156,7 @@ def typed_axes(arguments: argparse.Namespace, flags: Iterable[str]) -> Axes:
     from stepscope.sweep.grid import Grid, listed
 
     names = [name.replace("-", "_") for name in flags]
-    typed = {name: values for name in ("preset", *names) if (values := getattr(arguments, name)) is not None}
+    typed = {name: text for name, text in chosen(arguments, "preset", *names).items() if text is not None}
     preset = [f"preset={typed.pop('preset')}"] if "preset" in typed else []
     return listed(Grid.words([*preset, *arguments.set, *(f"{name}={values}" for name, values in typed.items())]))
 
@@ -189,9 +194,8 @@ def add_source_arguments(parser: argparse.ArgumentParser, rank: str = "rank to r
 
 def add_spread_argument(parser: argparse.ArgumentParser) -> None:
     """Add where ranks are read: docs/scale.md."""
-    parser.add_argument(
-        "--on", choices=("local", "ray"), default="local", help="where ranks are read (default: local)"
-    )
+    about = "where ranks are read (default: local)"
+    parser.add_argument("--on", choices=("local", "ray"), default="local", help=about)
 
 
 SMALL_BYTES = 4 << 20  # compressed; a trace takes about a sixteenth of its JSON
