@@ -1,13 +1,13 @@
 """Blocks of a history made of others: of exact steps, or of several blocks, so that a week fits into memory."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 from statistics import median
 from typing import Any
 
+from stepscope.analysis.run.series import summed
 from stepscope.trace.history_file import Block, GpuBlock
 from stepscope.trace.recording import StepSample
 
@@ -52,7 +52,8 @@ def merged(blocks: Sequence[Block]) -> Block:
     for name in _SUMS_IF_KNOWN:
         known = [getattr(block, name) for block in blocks]
         sums[name] = None if None in known else sum(known)
-    sums |= {name: _last(getattr(block, name) for block in reversed(blocks)) for name in _LAST_KNOWN}
+    for name in _LAST_KNOWN:
+        sums[name] = next((value for block in reversed(blocks) if (value := getattr(block, name)) is not None), None)
     return replace(
         blocks[0],
         **sums,
@@ -60,8 +61,8 @@ def merged(blocks: Sequence[Block]) -> Block:
         median_ns=_median_ns(blocks),
         max_ns=longest.max_ns,
         max_step=longest.max_step,
-        host_ns=_total(block.host_ns for block in blocks),
-        num_times=_total(block.num_times for block in blocks),
+        host_ns=summed(block.host_ns for block in blocks),
+        num_times=summed(block.num_times for block in blocks),
         loss=with_loss.loss,
         loss_step=with_loss.loss_step,
         max_loss=highest.max_loss,
@@ -100,25 +101,14 @@ def _block(steps: Sequence[StepSample], t: float) -> Block:
         median_ns=round(median(step.wall_ns for step in steps)),
         max_ns=longest.wall_ns,
         max_step=longest.step,
-        host_ns=_total(step.host_ns for step in steps),
-        num_times=_total(step.num_times for step in steps),
+        host_ns=summed(step.host_ns for step in steps),
+        num_times=summed(step.num_times for step in steps),
         num_tokens=None if None in tokens else sum(tokens),
         num_samples=None if None in samples else sum(samples),
         num_compiles=sum(step.num_compiles for step in steps),
         loss=with_loss.loss,
         loss_step=None if with_loss.loss is None else with_loss.step,
     )
-
-
-def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(total)
-
-
-def _last(values: Iterable[int | None]) -> int | None:
-    return next((value for value in values if value is not None), None)
 
 
 def _height(loss: float | None) -> float:

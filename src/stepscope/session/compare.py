@@ -1,7 +1,8 @@
 """Two sides, opened, as a comparison: reads what belongs together and pairs it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,7 @@ def open_sides(
     paths = [*base, *new]
 
     def part(number: int) -> Progress | None:
-        if progress is None:
-            return None
-        return lambda share: progress((number + share) / len(paths))
+        return None if progress is None else lambda share: progress((number + share) / len(paths))
 
     sessions = [open_session(path, use_cache=use_cache, progress=part(i)) for i, path in enumerate(paths)]
     return sessions[: len(base)], sessions[len(base) :]
@@ -79,27 +78,23 @@ def _whole_runs(base: Session, new: Session) -> WholeRuns | None:
     """Return both runs from start to end; None if one has no history, as before Stepscope recorded whole runs."""
     if base.run.began is None or new.run.began is None:
         return None
-    times = goodput_of(base), goodput_of(new)
-    if times[0] is None or times[1] is None:
-        return None
-    return compare_runs(base.run, times[0], new.run, times[1])
+    before, after = goodput_of(base), goodput_of(new)
+    return compare_runs(base.run, before, new.run, after) if before is not None and after is not None else None
 
 
 def _common_kind(sessions: Sequence[Session]) -> str:
-    kinds = []
     for session in sessions:
         if session.kind not in _NAMES:
             raise UsageError(f"{session.path} is a {session.kind.value}: compare recordings, bench results or traces")
-        kinds.append(_NAMES[session.kind])
-    for session, kind in zip(sessions, kinds):
-        if kind != kinds[0]:
-            has_both = {kind, kinds[0]} == {"recording", "trace"}
-            hint = "; a recording's own trace is in its folder trace/" if has_both else ""
+    first, *others = (_NAMES[session.kind] for session in sessions)
+    for session, kind in zip(sessions[1:], others):
+        if kind != first:
+            hint = "; a recording's own trace is in its folder trace/" if "bench" not in (kind, first) else ""
             raise NotComparableError(
-                f"{sessions[0].path} is {_IN_WORDS[kinds[0]]} and {session.path} is {_IN_WORDS[kind]}: "
+                f"{sessions[0].path} is {_IN_WORDS[first]} and {session.path} is {_IN_WORDS[kind]}: "
                 f"name two of one kind{hint}"
             )
-    return kinds[0]
+    return first
 
 
 def _trace(session: Session) -> Subject:
@@ -114,18 +109,16 @@ def _recording(session: Session) -> Subject:
     recording, summary = session.recording, of_all_ranks(session.summary, processes_of(session))
     account, missing = None, {}
     try:
-        if session.has_memory_window:
-            account = session.memory.account
-        else:
-            missing["memory"] = NO_MEMORY
+        account = session.memory.account if session.has_memory_window else None
+        missing = {} if session.has_memory_window else {"memory": NO_MEMORY}
     except StepscopeError as error:
-        missing["memory"] = str(error)
+        missing = {"memory": str(error)}
     others_share = session.run.share_of_others([sample.step for sample in recording.window("clean")])
     subject = recording_subject(recording, summary, account, missing, others_share)
     subject = replace(subject, notes=(*subject.notes, *session.run.problems))
-    rank = (recording.facts.get("environment") or {}).get("rank") or 0
+    rank = recording.facts.get("environment", {}).get("rank", 0)
     clean_ns = None if summary.step_ns is None else summary.step_ns.median
-    tables, lacks = _time_tables(session, rank, clean_ns, idle_ns(summary))
+    tables, lacks = _time_tables(lambda: session, rank, clean_ns, idle_ns(summary))
     # The phases of the recording are of clean steps: the trace's add nothing to them.
     tables.pop("phase", None)
     return _with_tables(subject, tables, lacks)
@@ -143,18 +136,15 @@ def _point(session: Session, row: Mapping[str, Any], point: PointSummary) -> Sub
     file = sweep.folder / str(row["trace"])
     if not file.resolve().is_relative_to(sweep.folder.resolve()):
         return _with_tables(subject, {}, {NO_TRACE: f"{file} is not in the sweep's folder"})
-    try:
-        trace = open_session(file, use_cache=session.use_cache)
-    except StepscopeError as error:
-        return _with_tables(subject, {}, {NO_TRACE: str(error)})
-    return _with_tables(subject, *_time_tables(trace, None, point.time.median, None))
+    opened = partial(open_session, file, use_cache=session.use_cache)
+    return _with_tables(subject, *_time_tables(opened, None, point.time.median, None))
 
 
 def _time_tables(
-    session: Session, rank: int | None, clean_ns: float | None, clean_idle_ns: float | None
+    opened: Callable[[], Session], rank: int | None, clean_ns: float | None, clean_idle_ns: float | None
 ) -> tuple[dict[str, tuple[Parts, ...]], dict[str, str]]:
     try:
-        ranks = session.analyze(rank=rank).ranks
+        ranks = opened().analyze(rank=rank).ranks
     except StepscopeError as error:
         return {}, {NO_TRACE: str(error)}
     from stepscope.analysis.comparison.trace_subjects import time_tables

@@ -1,6 +1,7 @@
 """A recording's whole run as series: exact steps where all of them were kept, otherwise the blocks of its history."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
@@ -52,17 +53,13 @@ def run_of(recording: Recording | None, history: History | None) -> Run:
         blocks = blocks_of_steps(samples, position.origin_ns, len(samples), read_at)  # exact
         tracks |= _tracks_of_steps(recording, position.origin_ns, tracks)
     facts: Any = recording.facts if recording is not None else {}
-    happenings = (
-        sorted(position.happenings(history.events), key=lambda each: each.start_ns) if history is not None else []
-    )
+    events = position.happenings(history.events) if history is not None else ()
+    happenings = sorted(events, key=lambda each: each.start_ns)
     tail = recording.tail if recording is not None else None
     after_ns, after_times = _after_last_step(history) if history is not None else ({}, {})
     ends = [block.end_ns for block in blocks[-1:]] + [each.start_ns + each.ns for each in happenings]
-    ends += (
-        [tail.start_ns + tail.wall_ns - position.origin_ns]
-        if tail is not None and len(position.processes) < 2
-        else []
-    )
+    if tail is not None and len(position.processes) < 2:
+        ends.append(tail.start_ns + tail.wall_ns - position.origin_ns)
     return Run(
         blocks,
         began=position.began,
@@ -81,15 +78,14 @@ def run_of(recording: Recording | None, history: History | None) -> Run:
 
 def _after_last_step(history: History) -> tuple[dict[str, int], dict[str, int]]:
     """Return what the last process did after its last step, and how often."""
-    ns: dict[str, int] = {}
-    times: dict[str, int] = {}
+    ns, times = Counter[str](), Counter[str]()
     last = history.blocks[-1] if history.blocks else None
     for event in history.events:
         if last is not None and event.process == last.process and event.start_ns >= last.end_ns:
             num = event.details.get("num_times")
             if event.event in BETWEEN and isinstance(num, int):
-                ns[event.event] = ns.get(event.event, 0) + event.ns
-                times[event.event] = times.get(event.event, 0) + num
+                ns[event.event] += event.ns
+                times[event.event] += num
     return ns, times
 
 
@@ -179,8 +175,7 @@ class _Position:
                     share = (step + 1 - block.step) / block.num_steps
                     ns = block.start_ns + round(share * (block.end_ns - block.start_ns))
                     found[first + step] = self.ns(block.process, ns), loss
-        ordered = sorted(found.items())
-        return Track([step for step, _ in ordered], [ns for _, (ns, _) in ordered], [y for _, (_, y) in ordered])
+        return Track.of((step, *point) for step, point in sorted(found.items()))
 
     def happenings(self, events: Sequence[Event]) -> Iterator[Happening]:
         for number, process in enumerate(self.processes[1:], 1):
@@ -189,32 +184,23 @@ class _Position:
         for event in events:
             ns = self.ns(event.process, event.start_ns)
             status = event.details.get("status")
-            yield Happening(
-                event.event, self.step(event), ns, event.ns, event.place, status if isinstance(status, str) else None
-            )
+            status = status if isinstance(status, str) else None
+            yield Happening(event.event, self.step(event), ns, event.ns, event.place, status)
 
 
 def _track(ends: Sequence[tuple[int, int]], values: Iterable[float | None]) -> Track:
     """Return a figure at the steps and times where it is known."""
-    found = [(step, ns, value) for (step, ns), value in zip(ends, values) if value is not None]
-    return Track(*zip(*found)) if found else Track((), (), ())
+    return Track.of((step, ns, value) for (step, ns), value in zip(ends, values) if value is not None)
 
 
 def _tracks_of_steps(recording: Recording, origin_ns: int, known: dict[str, Track]) -> Iterator[tuple[str, Track]]:
     """Yield the losses of exact steps, and NVML's counters where no history has them."""
-    losses = {
-        sample.step: (sample.end_ns - origin_ns, sample.loss)
-        for sample in recording.samples
-        if sample.loss is not None
-    }
+    losses: dict[int, tuple[int, float]] = {}
     if (track := known.get("loss")) is not None:
-        losses |= {step: (ns, y) for step, ns, y in zip(track.steps, track.ns, track.values) if step not in losses}
+        losses = {step: (ns, loss) for step, ns, loss in zip(track.steps, track.ns, track.values)}
+    losses |= {one.step: (one.end_ns - origin_ns, one.loss) for one in recording.samples if one.loss is not None}
     if losses:
-        ordered = sorted(losses.items())
-        yield (
-            "loss",
-            Track([step for step, _ in ordered], [ns for _, (ns, _) in ordered], [y for _, (_, y) in ordered]),
-        )
+        yield "loss", Track.of((step, *point) for step, point in sorted(losses.items()))
     for name, field in _COUNTERS.items():
         if name not in known and (track := _counter_track(recording, field, origin_ns)).values:
             yield name, track

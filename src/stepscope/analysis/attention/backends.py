@@ -126,12 +126,11 @@ def handwritten_attention(sized: pl.DataFrame) -> pl.DataFrame:
     products' other operands. `flops` and `peak_dtype` are those of products, else null. `is_mask` marks ops that
     apply a mask.
     """
-    read = sized.sort("start_ns", "event").select(
-        "event", "op", "root_op", "phase", "duration_ns", "flops", "peak_dtype", "shape", "shapes", "dtypes"
-    )
+    names = ("event", "op", "root_op", "phase", "duration_ns", "flops", "peak_dtype", "shape", "shapes", "dtypes")
+    read = sized.sort("start_ns", "event").select(names).with_columns(pl.col(pl.Categorical).cast(pl.String))
     rows = [
         row
-        for row in read.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
+        for row in read.iter_rows(named=True)
         if row["shape"] and row["root_op"] != DISPATCHER and row["phase"] != "optimizer"
     ]
     found: list[dict[str, Any]] = []

@@ -85,13 +85,12 @@ def attention_sites(linked: Linked) -> pl.DataFrame:
     known = pl.concat([forward["site"], forward["kernel"], backward["site"], backward["kernel"]]).unique()
     texts, places = _texts(host, known), _places(host, known)
     rows = []
-    for site, kernel, op in forward.select("site", "kernel", "op").unique().iter_rows():
-        times = (forward_ns.get(site, 0), backward_ns.get(site, 0), beside_ns.get(site, 0))
-        rows.append((site, "forward", *places[site], None, *_facts(texts, site, kernel, op), *times))
-    for site, kernel, op in backward.select("site", "kernel", "op").unique().iter_rows():
-        if site in orphan_ns:
-            facts = _facts(texts, site, kernel, op)
-            rows.append((site, "backward", *places[site], None, *facts, 0, orphan_ns[site], 0))
+    for direction, calls in (("forward", forward), ("backward", backward)):
+        for site, kernel, op in calls.select("site", "kernel", "op").unique().iter_rows():
+            times = (forward_ns.get(site, 0), backward_ns.get(site, 0), beside_ns.get(site, 0))
+            if direction == "forward" or site in orphan_ns:
+                times = times if direction == "forward" else (0, orphan_ns[site], 0)
+                rows.append((site, direction, *places[site], None, *_facts(texts, site, kernel, op), *times))
     rows += _flex(linked, set(forward["row"])) if is_on_gpu else []
     callers = python_callers(host, pl.Series([row[0] for row in rows], dtype=pl.UInt32))
     table = pl.DataFrame(rows, schema=_CALLS, orient="row")
@@ -105,13 +104,9 @@ def attention_summary(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:
     `total_ns`.
     """
     modules = pl.Series("module", [starred(name) for name in calls["module"]], dtype=pl.String)
-    sums = [pl.col(name).sum() / max(1, num_steps) for name in ("forward_ns", "backward_ns", "beside_ns")]
-    is_forward = pl.col("direction") == "forward"
-    table = (
-        calls.with_columns(modules)
-        .group_by(*SIGNATURE, "module", "caller", maintain_order=True)
-        .agg((is_forward.sum() / max(1, num_steps)).alias("num_calls"), *sums)
-    )
+    num_calls, steps = (pl.col("direction") == "forward").sum().alias("num_calls"), max(1, num_steps)
+    groups = calls.with_columns(modules).group_by(*SIGNATURE, "module", "caller", maintain_order=True)
+    table = groups.agg(num_calls / steps, pl.col("forward_ns", "backward_ns", "beside_ns").sum() / steps)
     total = pl.sum_horizontal("forward_ns", "backward_ns", "beside_ns").alias("total_ns")
     return _joined(table).with_columns(total).sort("total_ns", descending=True, maintain_order=True)
 

@@ -24,6 +24,7 @@ TABLES = ("phase", "module", "kernel_class", "op", "memory")
 NO_TRACE = "trace"  # what a side without a trace lacks: the reason for missing modules, classes and ops
 _TOLERANCE = {"tokens": 0.01, "flops": 0.01}
 """Batches of real text vary: means within this share are equal. Everything else must match exactly."""
+_SAME_SHARE = 0.01  # within which other measured figures, such as clocks, are not listed
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Subject:
     name: str
     measures: Mapping[str, Measure]
     identity: Mapping[str, Any]  # what must be the same, by `ASPECTS`; None if unknown
-    context: Mapping[str, Any]  # what else may differ, and is then listed
+    context: dict[str, Any]  # what else may differ, and is then listed
     tables: Mapping[str, tuple[Parts, ...]] = field(default_factory=dict)
     """By kind of parts; the first kind that both sides have is compared."""
     missing: Mapping[str, str] = field(default_factory=dict)  # metric or table → why it is missing, and what to run
@@ -119,11 +120,8 @@ def compare_pair(
     """Return what changed from `base` to `new`; only what differs if they are not comparable."""
     unlike, unchecked = unlike_aspects(base.identity, new.identity)
     refused = tuple(each for each in unlike if each.what not in allow)
-    compared = [] if refused else list(METRICS.values())
     tables, no_tables = ([], []) if refused else _tables(base, new)
-    context = [
-        Differs(what, base.context.get(what), new.context.get(what)) for what in {**base.context, **new.context}
-    ]
+    context = (Differs(what, base.context.get(what), new.context.get(what)) for what in base.context | new.context)
     return Pair(
         name=name,
         base=base.name,
@@ -131,11 +129,11 @@ def compare_pair(
         refused=refused,
         allowed=tuple(each for each in unlike if each.what in allow),
         unchecked=unchecked,
-        differs=tuple(each for each in context if each.base != each.new and not _is_close(each.base, each.new)),
+        differs=tuple(each for each in context if not _is_close(each.base, each.new, float, _SAME_SHARE)),
         changes=tuple(
             change_of(metric, base.measures[metric.name], new.measures[metric.name], threshold_share)
-            for metric in compared
-            if metric.name in base.measures and metric.name in new.measures
+            for metric in METRICS.values()
+            if not refused and metric.name in base.measures and metric.name in new.measures
         ),
         tables=tuple(tables),
         missing=() if refused else (*_missing_metrics(base, new), *no_tables),
@@ -156,17 +154,14 @@ def unlike_aspects(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[lis
         before, after = base.get(aspect), new.get(aspect)
         if before is None or after is None:
             unchecked.append(aspect)
-        elif isinstance(before, (int, float)) and isinstance(after, (int, float)):
-            if not math.isclose(before, after, rel_tol=_TOLERANCE.get(aspect, 0)):
-                unlike.append(Differs(aspect, before, after))
-        elif before != after:
+        elif not _is_close(before, after, (int, float), _TOLERANCE.get(aspect, 0)):
             unlike.append(Differs(aspect, before, after))
     return unlike, tuple(unchecked)
 
 
-def _is_close(base: Any, new: Any) -> bool:
-    """Return whether two measured figures, such as clocks, agree within 1 %."""
-    return isinstance(base, float) and isinstance(new, float) and math.isclose(base, new, rel_tol=0.01)
+def _is_close(base: Any, new: Any, of: Any, share: float) -> bool:
+    """Return whether two values are equal, or numbers of some types that agree within a share."""
+    return base == new or (isinstance(base, of) and isinstance(new, of) and math.isclose(base, new, rel_tol=share))
 
 
 def _missing_metrics(base: Subject, new: Subject) -> list[Missing]:
@@ -260,9 +255,8 @@ class Comparison(Shown):
     only_in_base: tuple[str, ...]  # points without a counterpart
     only_in_new: tuple[str, ...]
     gates: tuple[GateResult, ...]
-    runs: WholeRuns | None = (
-        None  # both runs from start to end; null unless both sides are one recording with a history
-    )
+    runs: WholeRuns | None = None
+    """Both runs from start to end; null unless both sides are one recording with a history."""
 
     @property
     def exit_code(self) -> int:
@@ -298,46 +292,43 @@ def decide(gates: Sequence[Gate], pairs: Sequence[Pair], only_in_base: Sequence[
     """Return every gate's result for every pair; a point missing in the new sweep leaves each gate undecided."""
     results = []
     for gate in gates:
-        results += [_decide(gate, pair) for pair in pairs]
-        results += [
-            GateResult(gate.metric, gate.limit_share, name, UNDECIDED, None, "the point is only in the base")
-            for name in only_in_base
-        ]
+        for pair in pairs:
+            change = pair.change(gate.metric)
+            status, reason = _decide(gate, pair, change)
+            share = None if change is None else change.share
+            results.append(GateResult(gate.metric, gate.limit_share, pair.name, status, share, reason))
+        for name in only_in_base:
+            lacks = "the point is only in the base"
+            results.append(GateResult(gate.metric, gate.limit_share, name, UNDECIDED, None, lacks))
     return tuple(results)
 
 
-def _decide(gate: Gate, pair: Pair) -> GateResult:
-    def result(status: str, reason: str, share: float | None = None) -> GateResult:
-        return GateResult(gate.metric, gate.limit_share, pair.name, status, share, reason)
-
+def _decide(gate: Gate, pair: Pair, change: Change | None) -> tuple[str, str]:
+    """Return the status of a gate, and why."""
     if pair.refused:
-        return result(UNDECIDED, f"not comparable: {', '.join(each.what for each in pair.refused)} differs")
-    change = pair.change(gate.metric)
+        return UNDECIDED, f"not comparable: {', '.join(each.what for each in pair.refused)} differs"
     if change is None:
         reason = next(
             (each.reason for each in pair.missing if each.what == gate.metric),
             "neither side has it; stepscope show lists what a run has",
         )
-        return result(UNDECIDED, f"missing: {reason}")
+        return UNDECIDED, f"missing: {reason}"
     if change.verdict == TOO_FEW:
         counts = " and ".join(map(str, change.num_samples or ()))
         unit = change.samples_are or metrics.STEPS
-        reason = f"too few samples: {counts} {unit}, but each side needs at least {metrics.FEWEST[unit]}"
-        return result(UNDECIDED, reason, change.share)
+        return UNDECIDED, f"too few samples: {counts} {unit}, but each side needs at least {metrics.FEWEST[unit]}"
     if change.share is None:
-        worse = change.is_worse
-        return result(FAILED if worse else PASSED, "it was 0 before" if worse else "no worse")
+        return (FAILED, "it was 0 before") if change.is_worse else (PASSED, "no worse")
     detectable = change.detectable_share or 0.0
     if change.is_disturbed:
-        reason = "other processes used the CPU cores: record several runs of each in turns"
-        return result(UNDECIDED, reason, change.share)
+        return UNDECIDED, "other processes used the CPU cores: record several runs of each in turns"
     if change.is_significant is False and detectable > gate.limit_share:
         reason = f"changes below {100 * detectable:.1f} % are not detectable, which exceeds the limit"
-        return result(UNDECIDED, f"{reason}: record more {change.samples_are}", change.share)
+        return UNDECIDED, f"{reason}: record more {change.samples_are}"
     if not change.is_worse:
-        return result(PASSED, "no worse", change.share)
+        return PASSED, "no worse"
     if abs(change.share) <= gate.limit_share + _ROUNDING:
-        return result(PASSED, "worse, within the limit", change.share)
+        return PASSED, "worse, within the limit"
     if change.is_significant is False:
-        return result(PASSED, "within the noise, which is below the limit", change.share)
-    return result(FAILED, "worse by more than the limit", change.share)
+        return PASSED, "within the noise, which is below the limit"
+    return FAILED, "worse by more than the limit"

@@ -50,9 +50,8 @@ def difference(base: Sequence[float], new: Sequence[float]) -> Difference:
     (2.0, True)
     """
     first, second = sorted(base), sorted(new)
-    ratios = sorted(
-        after / before for before, after in zip(_medians(first, side=0), _medians(second, side=1), strict=True)
-    )
+    medians = zip(_medians(first, side=0), _medians(second, side=1), strict=True)
+    ratios = sorted(after / before for before, after in medians)
     logarithms = [math.log(ratio) for ratio in ratios]
     mean = sum(logarithms) / len(logarithms)
     error = math.sqrt(sum((value - mean) ** 2 for value in logarithms) / (len(logarithms) - 1))

@@ -33,7 +33,7 @@ def recording_subject(
     summary: Summary,
     memory: Account | None,
     missing: Mapping[str, str],
-    others_share: float = 0.0,
+    others_share: float,
 ) -> Subject:
     """Return a recording's subject; `missing` has the reason for a missing memory account, by table.
 
@@ -42,7 +42,7 @@ def recording_subject(
     measures: dict[str, Measure] = {}
     lacks = dict(missing)
     samples = tuple(float(ns) for ns in clean_step_ns(recording))
-    waits = others_share if (recording.facts.get("environment") or {}).get("device") == "cpu" else 0.0
+    waits = others_share if recording.facts.get("environment", {}).get("device") == "cpu" else 0.0
     if summary.step_ns is None or summary.step_ns.median <= 0 or min(samples) <= 0:
         lacks["step_time"] = "no clean step was timed: let stepscope run --clean 20 SCRIPT run that far"
     else:
@@ -280,8 +280,7 @@ def _tables(tables: Sequence[Sequence[Parts]]) -> tuple[Parts, ...]:
     """Return the tables that all runs have: rows are means over runs, the whole is that of the metric."""
     found = []
     for parts in tables[0]:
-        alike = [next((other for other in run if other.of == parts.of), None) for run in tables]
-        runs = [each for each in alike if each is not None]
+        runs = [other for run in tables for other in run if other.of == parts.of]
         if len(runs) == len(tables):
             rows = {name: fmean(run.rows.get(name, 0.0) for run in runs) for name in _names(r.rows for r in runs)}
             wholes = [run.whole for run in runs]

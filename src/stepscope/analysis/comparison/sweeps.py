@@ -120,8 +120,8 @@ def sweep_of(
         compared = _compared([points[index] for index in members], row.get("reference") or {}, _alternatives(row))
         for index, point in zip(members, compared):
             points[index] = point
-    counts = dict(Counter(point.status for point in points))
-    return SweepSummary(points=tuple(points), varying=varying, constants=constants, num_by_status=counts)
+    counts = Counter(point.status for point in points)
+    return SweepSummary(points=tuple(points), varying=varying, constants=constants, num_by_status=dict(counts))
 
 
 _COPIED = (  # fields that a row has under the same name
@@ -141,8 +141,10 @@ _FIGURES = (  # fields that a record has under the same name
 def _point(
     row: Mapping[str, Any], whole: bool, environments: Mapping[str, Mapping[str, Any]], limits: Limits
 ) -> PointSummary:
-    time = _described(row.get("samples_device_ns"))
-    is_same = row.get("samples_host_ns") == row.get("samples_device_ns")  # on a CPU; an interval takes milliseconds
+    device_ns, host_ns = row.get("samples_device_ns"), row.get("samples_host_ns")
+    time = describe(device_ns) if device_ns else None
+    # On a CPU both are the same samples, and an interval takes milliseconds.
+    host = time if host_ns == device_ns else describe(host_ns) if host_ns else None
     facts = row.get("facts") or {}
     flops = _model_flops(row, facts)
     tokens = row.get("num_tokens") or None
@@ -162,7 +164,7 @@ def _point(
         axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},
         device_name=name,
         time=time,
-        host=time if is_same else _described(row.get("samples_host_ns")),
+        host=host,
         tokens_per_s=tokens / (time.median / 1e9) if tokens and time else None,
         flops_per_s=flops / (time.median / 1e9) if flops and time else None,
         mfu=mfu,
@@ -183,10 +185,6 @@ def _model_flops(row: Mapping[str, Any], facts: Mapping[str, float]) -> int | No
         return row.get("flops_counted")
     passes = 3 if row["run"].get("mode") in ("forward+backward", "step") else 1
     return formula - passes * round(facts.get("dropped_flops", 0))
-
-
-def _described(samples: Sequence[float] | None) -> Distribution | None:
-    return describe(samples) if samples else None
 
 
 def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
@@ -243,7 +241,7 @@ def _compared(
     rivals_of: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for index in times:
         rivals_of.setdefault(tuple(computed[index].items()), []).append(index)
-    eager = {_axes_key(point.axes): point.time for point in reversed(group) if point.status == OK}
+    eager = {frozenset(point.axes.items()): point.time for point in reversed(group) if point.status == OK}
 
     def cost(index: int) -> float:
         # Per token if there are tokens: rows of a batch search have different batches.
@@ -279,17 +277,13 @@ def _compared(
     return compared
 
 
-def _axes_key(axes: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
-    return frozenset(axes.items())
-
-
 def _break_even_steps(
     point: PointSummary, times: Mapping[frozenset[tuple[str, Any]], Distribution | None]
 ) -> float | None:
     """Return when a compiled point has made up for compiling; `times` are those of its group, by axes."""
     if point.axes.get("compile") == "off" or point.compile_ns is None or point.time is None:
         return None
-    eager = times.get(_axes_key({**point.axes, "compile": "off"}))
+    eager = times.get(frozenset({**point.axes, "compile": "off"}.items()))
     if eager is None:
         return None
     spent_ns = max(point.compile_ns, (point.first_call_ns or 0) - point.time.median)

@@ -135,14 +135,12 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     first = next((each.recording for each in after if each.recording is not None), None)
     if refused is not None or first is None:
         return refused or Verified(plan.fix, FAILED, "it left no recording", expected=expected)
-    rehearsed = before[0].recording
     changed, left, _ = applied(first)
     runs = (_timed(before), _timed(after))
     unit, reason = _unit(plan, runs)
-    has_other_data = unit not in (None, "step")
-    losses = gate(replace(plan, arithmetic=NOT_COMPARABLE) if has_other_data else plan, before, after)
+    losses = gate(plan if unit in (None, "step") else replace(plan, arithmetic=NOT_COMPARABLE), before, after)
     known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
-    known |= {"products": _products(rehearsed, first), "script": plan.script}
+    known |= {"products": _products(before[0].recording, first), "script": plan.script}
     known["others_share"] = max((each.others_share for each in (*before, *after) if each.round), default=0.0)
     if unit is None:
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
@@ -228,12 +226,10 @@ def applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int]
     """Return what was changed, what was not, and why a fix changed nothing."""
     changed: dict[str, int] = {}
     left: dict[str, int] = {}
-    why_not = None
     if recording is None:
         return changed, left, None
-    fixes = recording.facts.get("fixes") or []
-    if not fixes:
-        why_not = "the script never imported torch"
+    fixes = recording.facts.get("fixes", [])
+    why_not = None if fixes else "the script never imported torch"
     for fix in fixes:
         changed |= fix["changed"]
         left |= fix["left"]
@@ -252,8 +248,9 @@ def _products(before: Recording | None, after: Recording) -> dict[str, tuple[flo
 
 
 def flops_by_dtype(recording: Recording | None) -> dict[str, float]:
-    flops = {} if recording is None else recording.facts.get("flops") or {}
-    return flops.get("model_flops_by_dtype") or {}
+    flops = {} if recording is None else recording.facts.get("flops", {})
+    found: dict[str, float] = flops.get("model_flops_by_dtype", {})
+    return found
 
 
 def _losses(attempts: Sequence[Attempt], last: float = math.inf) -> list[dict[int, float]]:

@@ -94,8 +94,8 @@ def _figures(run: Run, time: Goodput) -> RunFigures:
 
 
 def _finite(track: Track | None) -> Track:
-    known = [] if track is None else [at for at in zip(track.steps, track.ns, track.values) if math.isfinite(at[2])]
-    return Track(*zip(*known)) if known else Track((), (), ())
+    known = zip(track.steps, track.ns, track.values) if track is not None else ()
+    return Track.of(at for at in known if math.isfinite(at[2]))
 
 
 def _points(base: _Side, new: _Side) -> tuple[LossAt, ...]:

@@ -31,19 +31,11 @@ def logits(sized: pl.DataFrame) -> pl.DataFrame:
     They are found where a product creates tokens × vocabulary and a log-softmax has as many elements. `item_bytes` is
     the product's dtype size, `is_product` marks products of the last layer, `is_loss` kernels of the log-softmax.
     """
-    read = sized.filter(pl.col("kind") == "kernel").select(
-        "event", "op", "name", "phase", "duration_ns", "shape", "shapes", "dtypes"
-    )
-    rows = [
-        row
-        for row in read.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
-        if row["shape"] and row["phase"] != "optimizer"
-    ]
-    in_loss = {
-        (prod(row["shape"]), row["shape"][-1])
-        for row in rows
-        if _is_loss(row) and row["shape"][-1] >= LEAST_VOCABULARY
-    }
+    names = ("event", "op", "name", "phase", "duration_ns", "shape", "shapes", "dtypes")
+    read = sized.filter(pl.col("kind") == "kernel").select(names).with_columns(pl.col(pl.Categorical).cast(pl.String))
+    rows = [row for row in read.iter_rows(named=True) if row["shape"] and row["phase"] != "optimizer"]
+    lossy = [row["shape"] for row in rows if _is_loss(row)]
+    in_loss = {(prod(shape), shape[-1]) for shape in lossy if shape[-1] >= LEAST_VOCABULARY}
     made: dict[tuple[int, int], int] = {}
     for row in rows:
         given = operands(row["shapes"], row["dtypes"])
@@ -99,14 +91,10 @@ def segments(work: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     even if compiled: `norm_bytes` are those of their ops. `unknown_ns` is the time of ops with unknown tensors,
     `longest_ns` that of the longest kernel.
     """
-    ends = set(others)
     order = work.sort("device", "stream", "start_ns", "event").select(_READ)
     order = order.with_columns(pl.col(pl.Categorical).cast(pl.String), pl.col("class").cast(pl.String))
-    found = [
-        _segment(list(rows))
-        for key, rows in groupby(_numbered(order.iter_rows(named=True), ends), lambda row: row["segment"])
-        if key is not None
-    ]
+    numbered = groupby(_numbered(order.iter_rows(named=True), set(others)), lambda row: row["segment"])
+    found = [_segment(list(rows)) for number, rows in numbered if number is not None]
     return pl.DataFrame([row for row in found if row], schema=_SEGMENTS, orient="row")
 
 

@@ -11,7 +11,7 @@ from itertools import compress
 from operator import itemgetter
 from typing import Any
 
-from stepscope.analysis.memory.module_tree import ModuleBytes, most_alive, rolled_up, starred
+from stepscope.analysis.memory.module_tree import ModuleBytes, activations_of, rolled_up, starred
 from stepscope.analysis.memory.size_formulas import find_symbols, formula
 from stepscope.analysis.memory.timeline import BEFORE, Levels, Point
 from stepscope.border import limit
@@ -171,7 +171,7 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
             *(parts([(value_of(each, name), size) for each, size in alive], peak, rest) for name in PARTS)
         ),
         stages=stages,
-        activations=most_alive(mine, "activation"),
+        activations=activations_of(mine),
         saved=rolled_up(
             (each.get("module"), each["bytes"], each["num_tensors"]) for each in memory.get("saved") or []
         ),

@@ -302,17 +302,19 @@ def trace_memory(linked: Linked) -> dict[str, Any]:
     rows = lives.filter((pl.col("bytes") > 0) | ~pl.col("is_seen"))
     for op, module, phase, order, next_order, num_bytes in rows.select(_OF_A_LIFE).rows():
         if num_bytes > 0:
+            died_ns = None if next_order is None else times[next_order]
+            life = {"born": order, "born_ns": times[order], "died": next_order, "died_ns": died_ns}
             allocations.append(
-                {
-                    "device": name, "op": op, "module": module, "phase": phase, "born": order, "bytes": num_bytes,
-                    "born_ns": times[order], "died": next_order,
-                    "died_ns": None if next_order is None else times[next_order],
-                }
-            )  # fmt: skip
-        else:
-            allocations.append(
-                {**before, "bytes": -num_bytes, "born_ns": None, "died": order, "died_ns": times[order]}
+                {"device": name, "op": op, "module": module, "phase": phase, "bytes": num_bytes, **life}
             )
+        else:
+            life = {"born_ns": None, "died": order, "died_ns": times[order]}
+            allocations.append({**before, "bytes": -num_bytes, **life})
+    totals = {
+        "start_allocated_bytes": chosen.start_bytes,
+        "peak_allocated_bytes": chosen.peak_allocated_bytes,
+        "peak_reserved_bytes": chosen.peak_reserved_bytes,
+    }
     unseen = chosen.start_bytes - sum(each["bytes"] for each in allocations if each["born"] is None)
     if unseen > 0:
         allocations.append({**before, "bytes": unseen, "died": None})
@@ -321,13 +323,7 @@ def trace_memory(linked: Linked) -> dict[str, Any]:
         "allocations": allocations,
         "stages": [{"name": phase, "event": order} for order, phase in _changes(lives, "phase")],
         "reserved": _changes(lives, "reserved_bytes"),
-        "allocator": {
-            "start_allocated_bytes": chosen.start_bytes,
-            "peak_allocated_bytes": chosen.peak_allocated_bytes,
-            "peak_reserved_bytes": chosen.peak_reserved_bytes,
-        }
-        if chosen.is_start_known
-        else None,
+        "allocator": totals if chosen.is_start_known else None,
     }
 
 

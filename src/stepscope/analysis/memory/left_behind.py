@@ -60,19 +60,11 @@ def growth_in_window(memory: Mapping[str, Any]) -> MemoryGrowth | None:
     growing = [kind for kind, num in left.items() if num > 0 and held[kind] >= _HELD_BEFORE]
     if not growing:
         return None
-    rows: list[dict[str, Any]] = [
-        {
-            "op": first[kind].get("op"),
-            "module": first[kind].get("module"),
-            "shape": list(kind[2]),
-            "dtype": kind[1],
-            "bytes": kind[0],
-            "num_left": left[kind],
-            "num_held": held[kind],
-            "holder": holders.get(kind),
-        }
-        for kind in sorted(growing, key=lambda kind: -kind[0] * left[kind])
-    ]
+    rows: list[dict[str, Any]] = []
+    for kind in sorted(growing, key=lambda kind: -kind[0] * left[kind]):
+        names = {"op": first[kind].get("op"), "module": first[kind].get("module"), "shape": list(kind[2])}
+        counts = {"num_left": left[kind], "num_held": held[kind], "holder": holders.get(kind)}
+        rows.append({**names, "dtype": kind[1], "bytes": kind[0], **counts})
     return MemoryGrowth(
         bytes_per_step=sum(row["bytes"] * row["num_left"] for row in rows),
         held_bytes=sum(row["bytes"] * row["num_held"] for row in rows),
@@ -88,9 +80,8 @@ def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
     least half of it, which a prefetched batch does not. Raises Unavailable if the trace cannot show it.
     """
     if linked.memory.is_empty():
-        raise Unavailable(
-            "The trace has no memory events. Record with profile_memory=True or `stepscope run train.py`."
-        )
+        how = "Record with profile_memory=True or `stepscope run train.py`."
+        raise Unavailable(f"The trace has no memory events. {how}")
     if linked.steps.num < 2:
         raise Unavailable("The trace has fewer than two steps. Use schedule(wait=1, warmup=1, active=3).")
     steps, found = linked.steps.table, main_memory(linked)

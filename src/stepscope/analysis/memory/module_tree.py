@@ -72,11 +72,11 @@ def rolled_up(rows: Iterable[tuple[str | None, int, int]]) -> tuple[ModuleBytes,
     return tuple(ModuleBytes(name, own[name], whole, counts[name]) for name, whole in total.most_common())
 
 
-def most_alive(allocations: Iterable[tuple[Mapping[str, Any], int]], owner: str) -> tuple[ModuleBytes, ...]:
-    """Return an owner's memory by module, each at its own maximum, so that micro-batches are not added."""
+def activations_of(allocations: Iterable[tuple[Mapping[str, Any], int]]) -> tuple[ModuleBytes, ...]:
+    """Return activations by module, each at its own maximum, so that micro-batches are not added."""
     changes = []
     for each, size in allocations:
-        if each.get("owner") == owner:
+        if each.get("owner") == "activation":
             born, died = each.get("born"), each.get("died")
             changes.append((-1 if born is None else born, 1, size, each.get("module")))
             if died is not None:

@@ -8,8 +8,7 @@ from typing import Any
 from stepscope.analysis.memory.account import Part, parts
 from stepscope.trace.snapshot import Block, Entry, Segment, Snapshot
 
-ALLOCATED = "active_allocated"
-AWAITING_FREE = "active_awaiting_free"
+_IN_USE = ALLOCATED, AWAITING_FREE = "active_allocated", "active_awaiting_free"
 MAX_OOMS = 100  # failures listed individually
 
 
@@ -138,8 +137,8 @@ def _end(segments: list[Segment], num_entries: int, ooms: tuple[OutOfMemory, ...
     blocks = [block for segment in segments for block in segment.blocks]
     used = [block for block in blocks if block.state == ALLOCATED]
     awaiting = [block for block in blocks if block.state == AWAITING_FREE]
-    inactive = [block for block in blocks if block.state not in (ALLOCATED, AWAITING_FREE)]
-    empty = [s for s in segments if all(b.state not in (ALLOCATED, AWAITING_FREE) for b in s.blocks)]
+    inactive = [block for block in blocks if block.state not in _IN_USE]
+    empty = [segment for segment in segments if all(block.state not in _IN_USE for block in segment.blocks)]
     requested = sum(block.requested_bytes for block in used)
     return SnapshotEnd(
         num_segments=len(segments),

@@ -96,16 +96,12 @@ def _micro_batches(linked: Linked, times: pl.Series, steps: pl.Series) -> pl.Ser
 def flops_by_dtype(flops: StepFlops) -> list[Mapping[str, Any]]:
     """Return `model_flops`, `executed_flops` and `share` of executed by `dtype`, the largest first."""
     total = max(1, flops.hardware_flops)
-    rows = [
-        {
-            "dtype": str(dtype),
-            "model_flops": flops.model_flops_by_dtype.get(dtype, 0),
-            "executed_flops": executed,
-            "share": executed / total,
-        }
-        for dtype, executed in flops.hardware_flops_by_dtype.items()
+    ordered = sorted(flops.hardware_flops_by_dtype.items(), key=lambda each: (-each[1], str(each[0])))
+    model = flops.model_flops_by_dtype
+    return [
+        {"dtype": str(dtype), "model_flops": model.get(dtype, 0), "executed_flops": num, "share": num / total}
+        for dtype, num in ordered
     ]
-    return sorted(rows, key=lambda row: (-row["executed_flops"], row["dtype"]))
 
 
 def products_by_dtype(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:

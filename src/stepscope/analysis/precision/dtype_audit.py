@@ -145,7 +145,7 @@ class DtypeAudit(Shown):
             CastGroup(
                 **dict(zip(purpose, values)),
                 num_by_micro_batch=tuple(map(sum, zip(*(row["num_by_micro_batch"] for row in rows)))),
-                moved_bytes=_sum(rows, "read_bytes") + _sum(rows, "written_bytes"),
+                moved_bytes=_sum(rows, "read_bytes", "written_bytes"),
                 num_again=_sum(rows, "num_again"),
                 again_bytes=_sum(rows, "again_bytes"),
                 modules=_distinct(numberless(row["module"]) for row in rows if row["module"]),
@@ -205,5 +205,5 @@ def _grouped(
     return groups.items()
 
 
-def _sum(rows: Iterable[Row], name: str) -> int:
-    return sum(row[name] for row in rows)
+def _sum(rows: Iterable[Row], *names: str) -> int:
+    return sum(row[name] for row in rows for name in names)

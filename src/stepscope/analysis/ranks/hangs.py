@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ _LEAST_APART_NS = 60 * 10**9  # clocks of hosts may differ by some of it
 # Collectives for which each rank must bring as many elements, and those for which it must get as many.
 _SAME_INPUTS = ("all_reduce", "allreduce", "broadcast", "reduce", "reduce_scatter", "_reduce_scatter")
 _SAME_OUTPUTS = ("all_gather", "_allgather", "_all_gather")
-_ORDER = ("operation", "sizes", "dtypes", "missing", "point_to_point", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,9 @@ def hang_of(dumps: Dumps, states: Sequence[RankState] = ()) -> Hang:
     groups = list(_groups(ranks, world))
     found = [each for group in groups if (each := _divergence(group)) is not None]
     found += _point_to_point(ranks, groups)
-    if any(not dump.is_whole for dump in ranks.values()):
-        whose = [rank for rank, dump in ranks.items() if not dump.is_whole]
+    if num_cut := sum(not dump.is_whole for dump in ranks.values()):
         notes.append(
-            f"the buffers of {len(whose)} ranks no longer have their first calls: what diverged before is not seen. "
+            f"the buffers of {num_cut} ranks no longer have their first calls: what diverged before is not seen. "
             "A larger TORCH_FR_BUFFER_SIZE keeps more"
         )
     ordered, is_deadlock = _causes_first(found)
@@ -144,8 +142,7 @@ def _without_old(ranks: Mapping[int, Dump], notes: list[str]) -> dict[int, Dump]
         apart = max(_LEAST_APART_NS, 2 * timeout_ns)
         others = [times[other] for other in ranks if other != rank and newest - ends[other] <= apart]
         shared = [abs(at - other[key]) for other in others for key, at in times[rank].items() if key in other]
-        is_old = bool(dump.calls) and newest - ends[rank] > apart and (not shared or median_low(shared) > apart)
-        if is_old:
+        if dump.calls and newest - ends[rank] > apart and (not shared or median_low(shared) > apart):
             seconds = (newest - ends[rank]) // 10**9
             notes.append(
                 f"{dump.path.name} was left out: its last call is {seconds:,} s older than the others', so it is of "
@@ -226,10 +223,8 @@ def _divergence(group: _Group) -> Divergence | None:
 def _disagreement(calls: Iterable[Call]) -> str | None:
     """Return in what calls that should be one collective differ; None if in nothing that matters."""
     signatures = {call.signature for call in calls}
-    for kind in ("operation", "sizes", "dtypes"):
-        if len({_aspect(signature, kind) for signature in signatures}) > 1:
-            return kind
-    return None
+    kinds = ("operation", "sizes", "dtypes")
+    return next((kind for kind in kinds if len({_aspect(each, kind) for each in signatures}) > 1), None)
 
 
 def _aspect(signature: Signature, kind: str) -> Any:
@@ -260,7 +255,7 @@ def _made(
     arrived: Sequence[int] | None = None,
 ) -> Divergence:
     usual = sorted(here if arrived is None else arrived)
-    call = here[usual[0]] if usual else None
+    seen = _rank_call(0, here[usual[0]] if usual else None)
     instead = {rank: here.get(rank) or _last_call(group, rank, number) for rank in absent}
     skipped = ((rank, _skipped(group, rank, usual)) for rank in absent)
     return Divergence(
@@ -270,11 +265,11 @@ def _made(
         members=group.members,
         are_members_known=group.is_known,
         number=number,
-        collective=call.signature.collective if call else None,
-        shapes=_shapes(call),
-        dtypes=call.signature.dtypes if call else "",
-        place=call.stack[0] if call and call.stack else None,
-        stack=call.stack if call else (),
+        collective=seen.collective,
+        shapes=seen.shapes,
+        dtypes=seen.dtypes,
+        place=seen.place,
+        stack=seen.stack,
         arrived=tuple(usual),
         absent=tuple(_rank_call(rank, each) for rank, each in instead.items()),
         no_dump=tuple(rank for rank in group.members if rank not in group.calls),
@@ -328,7 +323,7 @@ def _point_to_point(ranks: Mapping[int, Dump], groups: Sequence[_Group]) -> Iter
                 whole = ranks[less].calls
                 made = _made("point_to_point", group, call.number, {more: call}, [])
                 last = _rank_call(less, whole[-1] if whole else None)
-                yield Divergence(**{**vars(made), "absent": (last,), "no_dump": (), "members": tuple(sorted(pair))})
+                yield replace(made, absent=(last,), no_dump=(), members=tuple(sorted(pair)))
 
 
 def _causes_first(found: Sequence[Divergence]) -> tuple[list[Divergence], bool]:
@@ -340,12 +335,10 @@ def _causes_first(found: Sequence[Divergence]) -> tuple[list[Divergence], bool]:
     for one in found:
         missing = {call.rank for call in one.absent} or set(one.no_dump)
         waits = [missing & {*other.arrived} for other in found if other is not one]
-        is_consequence = (
-            bool(missing) and missing <= set().union(*waits) and one.kind in ("missing", "point_to_point")
-        )
-        made.append(Divergence(**{**vars(one), "is_consequence": is_consequence}))
+        is_waited_for = bool(missing) and missing <= set().union(*waits)
+        made.append(replace(one, is_consequence=is_waited_for and one.kind in ("missing", "point_to_point")))
     is_deadlock = bool(made) and all(each.is_consequence for each in made)
-    made.sort(key=lambda each: (each.is_consequence, _ORDER.index(each.kind) == 5, each.start_ns or 0))
+    made.sort(key=lambda each: (each.is_consequence, each.kind == "unfinished", each.start_ns or 0))
     return made, is_deadlock
 
 
@@ -353,15 +346,7 @@ def _rank_call(rank: int, call: Call | None) -> RankCall:
     if call is None:
         return RankCall(rank, None, None, None, "", "", None, ())
     signature, stack = call.signature, call.stack
+    inputs, outputs = signature.inputs, signature.outputs
+    shapes = inputs if inputs == outputs or not outputs else f"{inputs} → {outputs}".strip(" →")
     place = stack[0] if stack else None
-    return RankCall(
-        rank, signature.collective, call.number, call.group, _shapes(call), signature.dtypes, place, stack
-    )
-
-
-def _shapes(call: Call | None) -> str:
-    """Return the shapes of a call: of its inputs, and of its outputs if they differ."""
-    if call is None:
-        return ""
-    inputs, outputs = call.signature.inputs, call.signature.outputs
-    return inputs if inputs == outputs or not outputs else f"{inputs} → {outputs}".strip(" →")
+    return RankCall(rank, signature.collective, call.number, call.group, shapes, signature.dtypes, place, stack)

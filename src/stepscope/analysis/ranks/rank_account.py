@@ -130,7 +130,8 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
     with ThreadPoolExecutor(min(2, pl.thread_pool_size())) as pool:
         futures = {name: pool.submit(part) for name, part in parts.items()}
         done = {name: future.result() for name, future in futures.items()}
-    done["memory_timeline"] = _largest_timeline(linked, done["memory"])
+    kind, index = next(((each.device_type, each.device) for each in done["memory"]), ("cuda", None))
+    done["memory_timeline"] = memory_timeline(linked, kind, index, max_points=200)
     done["longest_gaps"] = longest_gaps(linked, idle_gaps(linked))
     return RankAccount(
         rank=rank,
@@ -189,9 +190,9 @@ def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:
 
 def _too_many_devices(linked: Linked) -> Iterator[str]:
     most = limit("DEVICES")
-    for what, num in ("GPUs", linked.device["device"].drop_nulls().n_unique()), (
-        "devices with [memory] events", linked.memory.select("device_type", "device").n_unique()
-    ):  # fmt: skip
+    counts = {"GPUs": linked.device["device"].drop_nulls().n_unique(),
+              "devices with [memory] events": linked.memory.select("device_type", "device").n_unique()}  # fmt: skip
+    for what, num in counts.items():
         if num > most:
             yield f"of {num:,} {what}, only {most} are listed one by one: set STEPSCOPE_MAX_DEVICES to list more"
 
@@ -216,12 +217,6 @@ def one_step(linked: Linked, step: int) -> Trace:
     return replace(trace, **{**kept, "host": nest(kept["host"])})
 
 
-def _largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl.DataFrame:
-    if not summaries:
-        return memory_timeline(linked)
-    return memory_timeline(linked, summaries[0].device_type, summaries[0].device, max_points=200)
-
-
 def step_table(linked: Linked) -> pl.DataFrame:
     """Return steps: `step`, `start_ns`, `duration_ns`, `num_kernels` launched, and `gpu_busy_ns` while the step
     lasted."""
@@ -231,10 +226,8 @@ def step_table(linked: Linked) -> pl.DataFrame:
     busy = sweep({"busy": spans(linked.device), "within": steps}, cuts=steps["start_ns"]).filter("busy", "within")
     owned = busy.join_asof(steps.select("step", "start_ns"), on="start_ns", check_sortedness=False).group_by("step")
     table = steps.select("step", "start_ns", length.alias("duration_ns"))
-    for part in (
-        launched.agg(pl.len().cast(pl.Int64).alias("num_kernels")),
-        owned.agg(length.sum().alias("gpu_busy_ns")),
-    ):
+    num_kernels, busy_ns = pl.len().cast(pl.Int64).alias("num_kernels"), length.sum().alias("gpu_busy_ns")
+    for part in (launched.agg(num_kernels), owned.agg(busy_ns)):
         table = table.join(part, on="step", how="left", maintain_order="left")
     return table.with_columns(pl.col("num_kernels", "gpu_busy_ns").fill_null(0))
 

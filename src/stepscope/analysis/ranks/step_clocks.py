@@ -101,12 +101,11 @@ def rank_steps(
 
 def job_clocks(ranks: Sequence[RankSteps]) -> JobClocks | None:
     """Return the clocks of ranks that have steps in common; None if there are not two."""
-    frames = [each.calls.with_columns(rank=pl.lit(each.rank, pl.Int64)) for each in ranks]
-    calls = pl.concat(frames) if frames else pl.DataFrame()
-    if calls.is_empty():
+    if len(ranks) < 2:
         return None
+    calls = pl.concat([each.calls.with_columns(rank=pl.lit(each.rank, pl.Int64)) for each in ranks])
     calls = calls.filter(pl.col("rank").n_unique().over("step") == len(ranks)).sort("step", "rank")
-    if calls.is_empty() or len(ranks) < 2:
+    if calls.is_empty():
         return None
     matched = _matched(calls, tuple(sorted(each.rank for each in ranks)))
     is_known = all(each.day_ns is not None for each in ranks)
@@ -118,19 +117,17 @@ def job_clocks(ranks: Sequence[RankSteps]) -> JobClocks | None:
         ahead_ns = round(max(each.step_ns for each in ranks))
         spread = pl.max_horizontal(spread, pl.lit(ahead_ns))
     aligned = aligned.with_columns(spread.alias("uncertainty_ns"))
+    num_steps = calls["step"].n_unique()
+    skew = pl.col("skew_ns") + pl.col("offset_ns") - aligned["offset_ns"]
     clocks = _bounded(aligned, _causal_bounds(calls, ahead_ns)).with_columns(
-        num_calls=pl.lit(calls["step"].n_unique(), pl.Int64),
-        skew_ns=pl.col("skew_ns") + pl.col("offset_ns") - aligned["offset_ns"]
-        if is_known
-        else pl.lit(None, pl.Int64),
+        num_calls=pl.lit(num_steps, pl.Int64),
+        skew_ns=skew if is_known else pl.lit(None, pl.Int64),
         skew_uncertainty_ns=pl.col("uncertainty_ns") + (_ROUNDING_NS if is_known else 0),
     )
     # Causality alone cannot show a rank that is late in every step: that ranks leave a step together does.
     found = stragglers(matched, aligned)
-    num_steps = calls["step"].n_unique()
-    return JobClocks(
-        clocks, {each.rank: each.host for each in ranks}, found, _late(ranks, found, num_steps), num_steps
-    )
+    hosts = {each.rank: each.host for each in ranks}
+    return JobClocks(clocks, hosts, found, _late(ranks, found, num_steps), num_steps)
 
 
 def _matched(calls: pl.DataFrame, ranks: tuple[int, ...]) -> Matched:
@@ -214,11 +211,10 @@ def _late(ranks: Sequence[RankSteps], found: Stragglers, num_steps: int) -> tupl
             for name, ns in own.phases_ns.items()
             if name != "backward"
         }
-        phase = max(excess, key=lambda name: excess[name], default=None)
-        if phase is None or excess[phase] <= 0:
+        phase, longest = max(excess.items(), key=lambda each: each[1], default=(None, 0.0))
+        if phase is None or longest <= 0:
             phase, where, longest = None, "unknown", 0.0
         else:
-            longest = excess[phase]
             on_gpu = own.device_ns.get(phase, 0.0) - median(each.device_ns.get(phase, 0.0) for each in ranks)
             where = "GPU" if phase in _PASSES and on_gpu * 2 > longest else "host"
         made.append(

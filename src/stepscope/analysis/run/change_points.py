@@ -58,9 +58,7 @@ class Change:
         return (self.after - self.before) / self.before if self.before else 0.0
 
 
-def changes(
-    values: Sequence[float], least_share: float = LEAST_SHARE, is_one_sided: bool = True
-) -> tuple[Change, ...]:
+def changes(values: Sequence[float], is_one_sided: bool = True) -> tuple[Change, ...]:
     """Return the changes of a series in order; none if it is short, or noise could be the reason.
 
     `is_one_sided` is noise that only makes values larger, for as long as it likes, as other processes do.
@@ -72,7 +70,7 @@ def changes(
     points = [median(values[i : i + group]) for i in range(0, len(values), group)] if group > 1 else list(values)
     if len(points) < FEWEST:
         return ()
-    found = _changes(points, least_share, ONE_SIDED if is_one_sided else EVEN)
+    found = _changes(points, ONE_SIDED if is_one_sided else EVEN)
     return tuple(
         replace(
             each,
@@ -85,7 +83,7 @@ def changes(
     )
 
 
-def level_changes(values: Sequence[float], least_share: float, noise: Noise) -> list[int]:
+def level_changes(values: Sequence[float], noise: Noise) -> list[int]:
     """Return where the level of a series changes at once: the indices of the first values after each change."""
     if len(values) < FEWEST:
         return []
@@ -98,14 +96,14 @@ def level_changes(values: Sequence[float], least_share: float, noise: Noise) -> 
         for left, right in _seeded(begin, end, 2 * shortest):
             score, index = _rank_split(values[left:right], shortest)
             if score > max(_RANK_STATISTIC, best[0] if best else 0.0) and _is_apart(
-                values[left : left + index], values[left + index : right], least_share, noise
+                values[left : left + index], values[left + index : right], noise
             ):
                 best = score, left + index
         if best is not None:
             cut = _refined(values, begin, best[1], end, shortest)
             cuts.append(cut)
             pending += [(begin, cut), (cut, end)]
-    return _confirmed(values, sorted(cuts), least_share, noise)
+    return _confirmed(values, sorted(cuts), noise)
 
 
 def _seeded(begin: int, end: int, shortest: int) -> Iterator[tuple[int, int]]:
@@ -143,10 +141,10 @@ def _rank_split(values: Sequence[float], shortest: int) -> tuple[float, int]:
     )
 
 
-def _is_apart(before: Sequence[float], after: Sequence[float], least_share: float, noise: Noise) -> bool:
+def _is_apart(before: Sequence[float], after: Sequence[float], noise: Noise) -> bool:
     """Return whether the stretches of one side lie clearly apart from those of the other."""
     change = median(after) - median(before)
-    if abs(change) < least_share * abs(median(before)) or not change:
+    if abs(change) < LEAST_SHARE * abs(median(before)) or not change:
         return False
     length = max(1, min(len(before), len(after)) // _STRETCHES)
     sides = [sorted(stretches(side, length, noise.quantile)) for side in (before, after)]
@@ -166,14 +164,14 @@ def _refined(values: Sequence[float], begin: int, cut: int, end: int, shortest: 
     return begin + min(range(first, last + 1), key=sums.__getitem__)
 
 
-def _confirmed(values: Sequence[float], cuts: list[int], least_share: float, noise: Noise) -> list[int]:
+def _confirmed(values: Sequence[float], cuts: list[int], noise: Noise) -> list[int]:
     """Return the cuts that also hold between their neighbors."""
     while cuts:
         ends = [0, *cuts, len(values)]
         weak = [
             (abs(median(values[a:k]) - median(values[k:b])), k)
             for a, k, b in zip(ends, cuts, ends[2:])
-            if not _is_apart(values[a:k], values[k:b], least_share, noise)
+            if not _is_apart(values[a:k], values[k:b], noise)
         ]
         if not weak:
             break
@@ -188,21 +186,21 @@ def stretches(values: Sequence[float], length: int, share: float = 0.25) -> list
     return [quantile(sorted(values[a:b]), share) for a, b in pairwise(ends)]
 
 
-def _changes(values: Sequence[float], least_share: float, noise: Noise) -> list[Change]:
-    cuts = level_changes(values, least_share, noise)
+def _changes(values: Sequence[float], noise: Noise) -> list[Change]:
+    cuts = level_changes(values, noise)
     ends = [0, *cuts, len(values)]
     at = [median(values[a:b]) for a, b in pairwise(ends)]
     steps = [
         Change(STEP, cut, ends[i + 2], at[i], at[i + 1], *_interval(values, ends[i], cut, ends[i + 2]))
         for i, cut in enumerate(cuts)
     ]
-    if (slow := _drift(values, least_share, noise, steps)) is not None:
+    if (slow := _drift(values, noise, steps)) is not None:
         return [slow]
     found = []
     for a, b, step in zip(ends, ends[1:], [None, *steps]):
         found += [step] if step is not None else []
         # A level that lasts may drift by itself.
-        if cuts and b - a >= 0.4 * len(values) and (slow := _drift(values[a:b], least_share, noise, [])) is not None:
+        if cuts and b - a >= 0.4 * len(values) and (slow := _drift(values[a:b], noise, [])) is not None:
             moved = {name: a + getattr(slow, name) for name in ("index", "end", "low", "high")}
             found.append(replace(slow, **moved))
     return found
@@ -218,7 +216,7 @@ def _interval(values: Sequence[float], begin: int, cut: int, end: int) -> tuple[
     return min(*near, cut), max(*near, cut)
 
 
-def _drift(values: Sequence[float], least_share: float, noise: Noise, steps: Sequence[Change]) -> Change | None:
+def _drift(values: Sequence[float], noise: Noise, steps: Sequence[Change]) -> Change | None:
     """Return the slow change that explains a series better than `steps` and any other levels; None if none does."""
     points = stretches(values, max(1, len(values) // MOST_STRETCHES), noise.quantile)
     num = len(points)
@@ -226,7 +224,7 @@ def _drift(values: Sequence[float], least_share: float, noise: Noise, steps: Seq
         return None
     fit, num_values = growth(points, num - num // 4)
     rise = fit.value(num - 1) - fit.level
-    if abs(rise) < least_share * abs(fit.level) or abs(tau(points[fit.at :])) < noise.concordant:
+    if abs(rise) < LEAST_SHARE * abs(fit.level) or abs(tau(points[fit.at :])) < noise.concordant:
         return None
     scale = len(values) / num
     known = sum(abs(y - at) for y, at in zip(points, _level_at(steps, values, scale, num)))

@@ -47,13 +47,8 @@ class Goodput:
 
     def cost_per_million(self, price_per_hour: float) -> tuple[str, float]:
         """Return what is paid for, and its price per million: of tokens, otherwise samples, otherwise steps."""
-        unit, num = next(
-            (unit, num)
-            for unit, num in (
-                ("tokens", self.num_tokens), ("samples", self.num_samples), ("steps", max(1, self.num_steps)),
-            )
-            if num
-        )  # fmt: skip
+        counts = {"tokens": self.num_tokens, "samples": self.num_samples, "steps": max(1, self.num_steps)}
+        unit, num = next((unit, num) for unit, num in counts.items() if num)
         return unit, price_per_hour * self.wall_ns / 3.6e12 / num * 1e6
 
 
@@ -64,11 +59,13 @@ def goodput(run: Run) -> Goodput | None:
     rows = dict.fromkeys(ALL_ROWS, 0)
     _add_blocks(run, rows)
     _add_gaps(run, rows)
-    wall_ns = sum(rows.values())
-    num_tokens, num_samples = (
-        sum(getattr(block, f"num_{unit}") for block in run.blocks) for unit in ("tokens", "samples")
+    return Goodput(
+        wall_ns=sum(rows.values()),
+        rows={name: ns for name, ns in rows.items() if ns},
+        num_steps=run.num_steps,
+        num_tokens=sum(block.num_tokens for block in run.blocks),
+        num_samples=sum(block.num_samples for block in run.blocks),
     )
-    return Goodput(wall_ns, {name: ns for name, ns in rows.items() if ns}, run.num_steps, num_tokens, num_samples)
 
 
 def _add_blocks(run: Run, rows: dict[str, int]) -> None:

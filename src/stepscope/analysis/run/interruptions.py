@@ -49,8 +49,8 @@ def interruption(run: Run, kind: str) -> Interruption | None:
     blocks = [block for block in run.blocks if block.host_ns.get(kind) and not block.num_compiles]
     noted = [each for each in run.happenings if each.kind == kind]
     if kind == COLLECTION:  # of what was made before the first steps, or by a probe
-        theirs = [block for block in run.blocks if block.window in ("clean", "free")]
-        blocks = [block for block in blocks if block in theirs]
+        theirs = [block for block in run.blocks if block.window in ("clean", FREE)]
+        blocks = [block for block in blocks if block.window in ("clean", FREE)]
         noted = [each for each in noted if any(b.step <= each.step < b.step + b.num_steps for b in theirs)]
     tail_ns, num_last = run.tail_ns.get(kind, 0), run.tail_times.get(kind, 0)
     total_ns = sum(block.host_ns[kind] for block in blocks) + tail_ns

@@ -88,8 +88,6 @@ def _free_bytes(run: Run, name: str) -> float | None:
 
     if name == "resident_bytes":
         return last("available_bytes")
-    total = last("total_bytes")
-    used = max(
-        (value for each in ("allocated_bytes", "gpu_memory_bytes") if (value := last(each)) is not None), default=None
-    )
-    return None if total is None or used is None else max(0.0, total - used)
+    total, used = last("total_bytes"), [last("allocated_bytes"), last("gpu_memory_bytes")]
+    known = [num_bytes for num_bytes in used if num_bytes is not None]
+    return None if total is None or not known else max(0.0, total - max(known))

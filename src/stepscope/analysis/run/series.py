@@ -1,6 +1,7 @@
 """A whole run as series: its time in blocks of steps, and every other figure at the steps where it is known."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -55,6 +56,12 @@ class Track:
     steps: Sequence[int]
     ns: Sequence[int]  # since the beginning of the run
     values: Sequence[float]
+
+    @classmethod
+    def of(cls, points: Iterable[tuple[int, int, float]]) -> "Track":
+        """Return the figure that has these values, each with its step and time."""
+        known = list(points)
+        return cls(*zip(*known)) if known else cls((), (), ())
 
     def mean(self, first: int, last: int) -> float | None:
         """Return the mean from one step to before another; None if it is not known there."""
@@ -218,8 +225,7 @@ def own_ns(wall_ns: int, host_ns: Mapping[str, int]) -> int:
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for each in counts:
-        for name, value in each.items():
-            total[name] = total.get(name, 0) + value
-    return total
+        total.update(each)
+    return dict(total)

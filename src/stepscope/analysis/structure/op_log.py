@@ -189,7 +189,8 @@ def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     parents = host["parent"].to_list()
     inside = [False] * host.height  # an op that the probe saw, or one in it
     seen = []
-    for row in sorted(range(host.height), key=host["start_ns"].to_list().__getitem__):
+    ordered = sorted(range(host.height), key=host["start_ns"].to_list().__getitem__)
+    for row in ordered:
         above = parents[row]
         is_within = above is not None and inside[above]
         if is_op[row] and not is_within and text[row] in names:
@@ -198,18 +199,13 @@ def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     side = (pl.col("phase").cast(pl.String) == BACKWARD).fill_null(False).alias("side")
     rows = host.select("row", pl.col("name").cast(pl.String), "step", side).gather(seen)
     keys = ("name", "side")
-    rows = rows.with_columns(
-        pl.int_range(pl.len()).over("step", *keys).alias("place_in"), pl.len().over("step", *keys).alias("num")
-    )
-    logged = calls.select("call", "name", side).with_columns(
-        pl.int_range(pl.len()).over(keys).alias("place_in"), pl.len().over(keys).alias("num")
-    )
+    place_in, num = pl.int_range(pl.len()).alias("place_in"), pl.len().alias("num")
+    rows = rows.with_columns(place_in.over("step", *keys), num.over("step", *keys))
+    logged = calls.select("call", "name", side).with_columns(place_in.over(keys), num.over(keys))
     matched = rows.join(logged, on=[*keys, "place_in", "num"], how="inner").select("row", "call")
     answers: list[int | None] = [None] * host.height
     for row, call in matched.iter_rows():
         answers[row] = call
-    starts = host["start_ns"].to_list()
-    ordered = sorted(range(host.height), key=starts.__getitem__)
     for row in ordered:
         above = parents[row]
         if answers[row] is None and is_op[row] and above is not None and inside[above]:
