@@ -45,7 +45,6 @@ def nest(host: pl.DataFrame) -> pl.DataFrame:
 
 
 def _tree(ordered: pl.DataFrame) -> tuple[pl.Series, pl.Series]:
-    """Return `parent` and `self_ns` of events by thread and time."""
     end = (ordered["start_ns"] + ordered["duration_ns"]).alias("end_ns")
     places = ordered.select("thread", "start_ns", end)
     places = places.with_row_index("row")
@@ -76,7 +75,6 @@ def _by_columns(thread: pl.DataFrame) -> pl.DataFrame | None:
 
 
 def _by_stack(events: pl.DataFrame) -> pl.DataFrame:
-    """Return parents in any thread."""
     parents: list[int | None] = []
     stack: list[tuple[int, int]] = []
     last = None
@@ -93,7 +91,6 @@ def _by_stack(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _self_in_tree(duration: pl.Series, parent: pl.Series) -> pl.Series:
-    """Return durations minus those of the children."""
     children = pl.DataFrame({"parent": parent, "inside": duration}).filter(parent.is_not_null())
     sums = children.group_by("parent").agg(pl.col("inside").sum())
     covered = pl.zeros(len(duration), pl.Int64, eager=True).scatter(sums["parent"], sums["inside"])

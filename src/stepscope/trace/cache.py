@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import secrets
 import shutil
 import time
@@ -43,6 +44,7 @@ LIMIT_GIB = 4.0
 _LEVEL = 2
 _ROWS_A_GROUP = 1 << 17
 
+_OURS = re.compile(r"\.?[0-9a-f]{32}(?:\..*)?", re.DOTALL)  # names of the folders that Stepscope writes
 _END = 1 << 16
 _SETTLED_NS = 1_000_000_000  # a file that changes again within a tick of its clock would show the same times
 _LEFT_BEHIND_S = 24 * 3600  # an older temporary folder was abandoned by its process
@@ -110,7 +112,6 @@ def read_trace(path: Path, progress: Progress | None, process: int | None = None
 
 
 def _name_of(path: Path, process: int | None = None) -> str:
-    """Return the name of the folder of a trace's columns."""
     return _hash_of(os.fsencode(path.resolve()) + (b"" if process is None else b"\0%d" % process))
 
 
@@ -145,17 +146,9 @@ def _load(path: Path, key: _Key) -> Trace | None:
         kept = msgspec.json.decode(read_own(folder / FACTS_FILE), type=_Kept)
         if kept.key != key:
             return None
-        trace = Trace(
-            path=path,
-            facts=kept.facts,
-            problems=kept.problems,
-            warnings=kept.warnings,
-            num_events=kept.num_events,
-            compiler=None,
-            **{table.name: _load_table(folder, table, kept.hashes[table.name]) for table in TABLES},
-        )
+        tables = {table.name: _load_table(folder, table, kept.hashes[table.name]) for table in TABLES}
         os.utime(folder)  # it is in use, so it is kept
-        return trace
+        return Trace(path, kept.facts, kept.problems, kept.warnings, kept.num_events, compiler=None, **tables)
     except (Exception, pl.exceptions.PanicException):  # a decoder may fail in any way on damaged bytes
         return None
 
@@ -222,7 +215,9 @@ def _tidy(folder: Path) -> None:
     Another process may be doing the same, or reading what goes: it then reads its trace.
     """
     now, room = time.time(), _limit_bytes()
-    entries = [(entry.stat(follow_symlinks=False).st_mtime, Path(entry)) for entry in _ours(folder)]
+    with os.scandir(folder) as found:
+        ours = [each for each in found if each.is_dir(follow_symlinks=False) and _OURS.fullmatch(each.name)]
+    entries = [(entry.stat(follow_symlinks=False).st_mtime, Path(entry)) for entry in ours]
     for used_at, entry in sorted(entries, reverse=True):
         is_temporary = entry.name.startswith(".")
         if not is_temporary:
@@ -230,17 +225,6 @@ def _tidy(folder: Path) -> None:
                 room -= sum(file.stat().st_size for file in entry.iterdir())
         if now - used_at > (_LEFT_BEHIND_S if is_temporary else _UNUSED_S) or room < 0:
             shutil.rmtree(entry, ignore_errors=True)
-
-
-def _ours(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the folders that Stepscope wrote."""
-    with os.scandir(folder) as entries:
-        return [each for each in entries if each.is_dir(follow_symlinks=False) and _is_name(each.name)]
-
-
-def _is_name(name: str) -> bool:
-    digits = name.removeprefix(".").partition(".")[0]
-    return len(digits) == 32 and set(digits) <= set("0123456789abcdef")
 
 
 def _limit_bytes() -> int:

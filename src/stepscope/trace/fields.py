@@ -92,7 +92,6 @@ class Fields:
         return TraceError(f"{self._path} {what} (byte {self.offset:,})")
 
     def _value(self) -> Any:
-        """Return the value at the cursor, and move after it."""
         while True:
             try:
                 value, end = value_at(self._text, self._position)

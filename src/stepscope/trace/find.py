@@ -145,10 +145,8 @@ def _traces_of(path: Path) -> list[Path]:
 def _traces_of_recording(folder: Path) -> list[Path]:
     """The recording's own trace and, under torchrun, those of the further ranks, each in a recording of its own."""
     ranks = [entry for entry in folder.iterdir() if _RANK_FOLDER.fullmatch(entry.name)]
-    folders = [recording / TRACE_FOLDER for recording in (folder, *ranks)]
-    traces = [
-        entry for traces in folders if traces.is_dir() for entry in traces.iterdir() if _is_named_like_a_trace(entry)
-    ]
+    folders = [found for each in (folder, *ranks) if (found := each / TRACE_FOLDER).is_dir()]
+    traces = [entry for found in folders for entry in found.iterdir() if _is_named_like_a_trace(entry)]
     if not traces:
         raise Unavailable(
             f"{folder} is a recording without a trace, as after a run with --trace 0 or one that ended before its "
@@ -209,7 +207,6 @@ def _has_events(path: Path) -> bool:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts `step9` before `step10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

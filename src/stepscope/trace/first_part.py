@@ -55,11 +55,9 @@ class FirstPart:
         kept = _ending_before(until_ns, {**self.frames, DEVICE_TABLE.name: []})
         launches = _columns(kept.get(HOST.name, []), "correlation").to_series().unique().implode()
         is_done = pl.col("start_ns") < until_ns
+        or_launched = is_done | pl.col("correlation").is_in(launches)
         kept[DEVICE_TABLE.name] = [
-            frame.filter(
-                is_done | pl.col("correlation").is_in(launches) if "correlation" in frame.columns else is_done
-            )
-            for frame in device
+            frame.filter(or_launched if "correlation" in frame.columns else is_done) for frame in device
         ]
         kept[COLLECTIVES.name] = _of(kept, self.frames.get(COLLECTIVES.name, []))
         self.frames = kept
@@ -109,11 +107,9 @@ def _of(kept: Frames, collectives: list[pl.DataFrame]) -> list[pl.DataFrame]:
 
 
 def _columns(parts: list[pl.DataFrame], *names: str) -> pl.DataFrame:
-    """Return columns of the parts that have them, with the end of each event."""
     found = [frame.select(*names, end_ns=_end(frame)) for frame in parts if set(names) <= set(frame.columns)]
-    return pl.concat(
-        [pl.DataFrame(schema={**{name: HOST.schema[name] for name in names}, "end_ns": pl.Int64}), *found]
-    )
+    schema = {name: HOST.schema[name] for name in names} | {"end_ns": pl.Int64()}
+    return pl.concat([pl.DataFrame(schema=schema), *found])
 
 
 def _end_of_step(host: list[pl.DataFrame], until_ns: int) -> int:

@@ -190,10 +190,8 @@ class Lines:
             self.blocks = [block for block in self.blocks if block.process != process]
             self.events = [event for event in self.events if event.process != process]
         else:
-            began = Process(
-                _number(line["began"]), _count(line["start_ns"]), _count(line["pid"]), _text(line["host"])
-            )
-            self.processes.append(began)
+            began, host = _number(line["began"]), _text(line["host"])
+            self.processes.append(Process(began, _count(line["start_ns"]), _count(line["pid"]), host))
             self.num_processes += 1
 
 
@@ -214,9 +212,8 @@ def _block(line: dict[str, Any], process: int) -> Block:
             raise TypeError(f"{name} is not a count")
     host_ns, gpu = line["host_ns"], line.get("gpu")
     for times in (host_ns, line.get("num_times", {})):
-        for name, value in times.items():
-            if not is_text(name) or not is_count(value):
-                raise TypeError("not a count")
+        if not all(is_text(name) and is_count(value) for name, value in times.items()):
+            raise TypeError("not a count")
     if sum(host_ns.values()) != line["wall_ns"] or not line["num_steps"] or not line["wall_ns"]:
         raise ValueError("steps take time, and the phases are all of it")
     if (line["step"] + line["num_steps"]) * LEAST_STEP_NS > line["start_ns"] + line["wall_ns"]:

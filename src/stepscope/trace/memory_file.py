@@ -55,7 +55,8 @@ def read_memory(path: Path) -> dict[str, Any]:
         )
     try:
         check(memory, SCHEMA | ({"device": TEXT} if version >= MEMORY_VERSION else {}))
-        _check_ops(memory.get("ops"), len(memory["allocations"]))
+        if memory.get("ops") is not None:
+            _check_ops(memory["ops"], len(memory["allocations"]))
         for index, each in enumerate(memory["allocations"]):
             for begin, end in (("born", "died"), ("born_ns", "died_ns")):
                 if each.get(begin) is not None and each.get(end) is not None and each[end] < each[begin]:
@@ -66,10 +67,7 @@ def read_memory(path: Path) -> dict[str, Any]:
     return memory if version >= MEMORY_VERSION else _of_version_1(memory)
 
 
-def _check_ops(ops: Mapping[str, Any] | None, num_allocations: int) -> None:
-    """Raise NotOfSchema if the log of ops names a kind, a call or a storage that there is not."""
-    if ops is None:
-        return
+def _check_ops(ops: Mapping[str, Any], num_allocations: int) -> None:
     for index, call in enumerate(ops["calls"]):
         named = (*call["reads"], *call["writes"])
         if call["kind"] >= len(ops["kinds"]) or not all(-1 <= one < num_allocations for one in named):

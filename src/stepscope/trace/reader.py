@@ -123,7 +123,6 @@ class _Reading:
             self.carried, self.carried_base = rest, decoded.end
 
     def _end(self) -> None:
-        """Process the rest at the end of the file."""
         if self.carried:
             decoded = decode_slice(self.carried, self.carried_base, is_last=True, is_lost=self.is_lost)
             self.assembler.add(decoded)

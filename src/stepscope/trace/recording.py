@@ -38,9 +38,8 @@ class StepSample:
     """One finished step."""
 
     step: int
-    window: (
-        str  # `warmup`, `clean`, `trace_warmup`, `trace`, `memory`, `free` or `triggered` (by `stepscope trigger`)
-    )
+    window: str
+    """`warmup`, `clean`, `trace_warmup`, `trace`, `memory`, `free` or `triggered` (by `stepscope trigger`)."""
     start_ns: int  # on the process's monotonic clock, like the counters
     wall_ns: int
     host_ns: Mapping[str, int]
@@ -131,23 +130,24 @@ def read_recording(folder: Path) -> Recording:
     facts = read_facts(folder, warnings)
     steps = _Steps()
     try:
-        for _ in _sound(folder / SAMPLES_FILE, steps.add, "line(s) could not be read", warnings):
+        for _ in _sound(folder / SAMPLES_FILE, steps.add, warnings):
             pass
-        convert = partial(_counter, Values(), set())
-        counters = _sound(folder / COUNTERS_FILE, convert, "line(s) could not be read", warnings)
+        counters = _sound(folder / COUNTERS_FILE, partial(_counter, Values(), set()), warnings)
         kept = tuple(islice(counters, limit("STEPS")))
         for _ in counters:
             warnings.append(f"{COUNTERS_FILE}: only the first {len(kept):,} samples were read")
             break
     except OSError as error:
         raise RecordingError(f"{folder} cannot be read: {error.strerror or error}") from None
+    compiled = folder / COMPILE_FILE
+    compiler = read_compile_file(compiled, warnings) if os.path.lexists(compiled) else None
     return Recording(
         folder=folder,
         status=facts["status"],
         facts=facts,
         samples=steps.samples(warnings),
         counters=kept,
-        compiler=_compiler(folder / COMPILE_FILE, warnings),
+        compiler=compiler,
         warnings=tuple(warnings),
         lead=steps.lead,
         tail=steps.tail,
@@ -203,11 +203,7 @@ def _aside(value: Any) -> Aside | None:
         return None
 
 
-def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
-    return read_compile_file(path, warnings) if os.path.lexists(path) else None
-
-
-def _sound(path: Path, convert: Callable[[Any], Item], problem: str, warnings: list[str]) -> Iterator[Item]:
+def _sound(path: Path, convert: Callable[[Any], Item], warnings: list[str]) -> Iterator[Item]:
     """Yield the lines of a file converted, as they are read; a warning counts those that cannot be."""
     num_bad = 0
     for line in lines_of(path) if os.path.lexists(path) else ():
@@ -216,7 +212,7 @@ def _sound(path: Path, convert: Callable[[Any], Item], problem: str, warnings: l
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             num_bad += 1
     if num_bad:
-        warnings.append(f"{path.name}: {num_bad} {problem} and were skipped")
+        warnings.append(f"{path.name}: {num_bad} line(s) could not be read and were skipped")
 
 
 def _object(values: Values, text: bytes) -> dict[str, Any]:

@@ -165,15 +165,8 @@ class _Reading:
             known = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else each
             size = _number(each, "size")
             requested = _number(known, "real_size" if known is not each else "requested_size", size)
-            blocks.append(
-                Block(
-                    _number(each, "address", address),
-                    size,
-                    requested,
-                    _word(each, "state"),
-                    self._callers.innermost(known),
-                )
-            )
+            begin, state = _number(each, "address", address), _word(each, "state")
+            blocks.append(Block(begin, size, requested, state, self._callers.innermost(known)))
             address += size
         return Segment(_number(segment, "device", 0), _number(segment, "total_size"), blocks)
 

@@ -190,7 +190,6 @@ class Document:
             base += length
 
     def _last(self, end: int, num_bytes: int) -> bytes:
-        """Return the last bytes before the file's offset `end`."""
         if self.source.is_compressed:
             return self._buffer[len(self._buffer) - num_bytes :]
         return self.source.bytes_of(Slice(end - num_bytes, num_bytes, None))

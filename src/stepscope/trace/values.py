@@ -1,6 +1,7 @@
 """Recorded values as columns; invalid values become null, never an error."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,19 +32,20 @@ def integers(values: Sequence[Any]) -> pl.Series:
     >>> integers([7, "8", "x", 2**70]).to_list()
     [7, 8, None, None]
     """
-    try:
-        return pl.Series(values, dtype=pl.Int64)
-    except (TypeError, OverflowError, pl.exceptions.PolarsError):
-        return pl.Series([integer(value) for value in values], dtype=pl.Int64)
+    return _numbers(values, pl.Int64(), integer)
 
 
 def floats(values: Sequence[Any]) -> pl.Series:
     """Return numbers; anything else, and infinities, become null."""
-    try:
-        series = pl.Series(values, dtype=pl.Float64)
-    except (TypeError, OverflowError, pl.exceptions.PolarsError):
-        series = pl.Series([_try(float, value) for value in values], dtype=pl.Float64)
+    series = _numbers(values, pl.Float64(), partial(_try, float))
     return series.set(~series.is_finite(), None)
+
+
+def _numbers(values: Sequence[Any], dtype: pl.DataType, convert: Callable[[Any], Any]) -> pl.Series:
+    try:
+        return pl.Series(values, dtype=dtype)
+    except (TypeError, OverflowError, pl.exceptions.PolarsError):
+        return pl.Series([convert(value) for value in values], dtype=dtype)
 
 
 def texts(values: Sequence[Any]) -> pl.Series:

@@ -1,7 +1,7 @@
 """Rows of a profiler's database on their way to the tables of a `Trace`."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import polars as pl
@@ -64,9 +64,16 @@ class EventRows:
     def has(self, table: str, kind: str) -> bool:
         return any((frame["kind"] == kind).any() for frame in self.frames.get(table, ()))
 
-    @property
-    def has_shapes(self) -> bool:
-        return any(frame["shapes"].count() > 0 for frame in self.frames.get(HOST.name, ()) if "shapes" in frame)
+    def facts(self, gpus: Mapping[int, str | None], versions: Mapping[str, str], base_time_ns: int = 0) -> TraceFacts:
+        """Return what such a database says about itself; `gpus` are names by number."""
+        return TraceFacts(
+            devices=tuple(gpus.get(i) or "unknown device" for i in range(max(gpus, default=-1) + 1)),
+            base_time_ns=base_time_ns,
+            has_shapes=any(frame["shapes"].count() for frame in self.frames.get(HOST.name, ()) if "shapes" in frame),
+            has_stacks=False,
+            has_memory=False,
+            versions={name: text[:80] for name, text in versions.items() if text},
+        )
 
     def finish(
         self, threads: list[Thread], labels: Iterable[Label], facts: TraceFacts, unknown: Iterable[str]
@@ -79,6 +86,12 @@ class EventRows:
         columns = Columns(frames, self.num_events, self.counts, threads, list(labels))
         assembler.add(Decoded(columns, Problems(), 0, is_closed=True, is_lost=False))
         return assembler.finish(self.database.path, facts, [*self.warnings, *unknown])
+
+
+def json_list(columns: Iterable[pl.Expr | str]) -> pl.Expr:
+    """Return numbers of each row as a list, as traces have them: `[8, 1, 1]`."""
+    inner = pl.concat_str(columns, separator=", ")
+    return pl.concat_str(pl.lit("["), inner, pl.lit("]")).cast(pl.Categorical())
 
 
 def with_op_parts(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.Expr]:

@@ -9,7 +9,7 @@ import polars as pl
 
 from stepscope.errors import TraceError
 from stepscope.trace.columns import Label, Thread
-from stepscope.trace.databases.event_rows import EventRows, with_op_parts
+from stepscope.trace.databases.event_rows import EventRows, json_list, with_op_parts
 from stepscope.trace.databases.sqlite_file import Database
 from stepscope.trace.tables import DEVICE_TABLE, HOST, SYNCS, Trace, TraceFacts
 
@@ -84,7 +84,6 @@ class _Reading(EventRows):
         return frame.with_columns(length, start_ns="start").drop("start", "end")
 
     def _named(self, frame: pl.DataFrame, *columns: str) -> pl.DataFrame:
-        """Return the rows with their `name`: the text of the first of the columns that has one."""
         ids = (frame.select(id=column) for column in columns)
         texts = [each.join(self.strings, on="id", how="left", maintain_order="left")["value"] for each in ids]
         return frame.with_columns(name=pl.coalesce(texts)).drop(columns)
@@ -93,9 +92,8 @@ class _Reading(EventRows):
         calls = self._read(_CALLS, ("globalTid", "correlationId", "nameId"))
         named = self._named(calls, "nameId").with_columns(pl.col("name").str.replace(_ABI, ""))
         kind = pl.when(pl.col("name").str.contains("^cu[A-Z]")).then(pl.lit("driver")).otherwise(pl.lit("runtime"))
-        self.keep(
-            _CALLS, HOST.name, self.on_thread(named, "globalTid", kind).rename({"correlationId": "correlation"})
-        )
+        calls = self.on_thread(named.rename({"correlationId": "correlation"}), "globalTid", kind)
+        self.keep(_CALLS, HOST.name, calls)
 
     def _ranges(self) -> None:
         found = self._read(_RANGES, ("globalTid", "eventType", "textId"), ("text",))
@@ -116,11 +114,8 @@ class _Reading(EventRows):
         sizes = ("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
         memory = ("staticSharedMemory", "dynamicSharedMemory")
         kernels = self._named(self._on_stream(KERNELS, (*names, *sizes, *memory, "registersPerThread")), *names)
-        grid, block = (
-            pl.concat_str(pl.lit("["), pl.concat_str(each, separator=", "), pl.lit("]")).cast(pl.Categorical())
-            for each in (sizes[:3], sizes[3:])
-        )
         shared = pl.sum_horizontal(memory, ignore_nulls=False)
+        grid, block = json_list(sizes[:3]), json_list(sizes[3:])
         kernels = kernels.with_columns(grid=grid, block=block, shared_memory_bytes=shared)
         self.keep_on_gpu(KERNELS, "kernel", kernels.drop(*sizes, *memory))
         graphs = self._on_stream(GRAPHS, ())
@@ -164,12 +159,9 @@ class _Reading(EventRows):
         self.keep(_WAITS, SYNCS.name, waits.drop("graph", "graph_node", "syncType", *event))
 
     def _labels(self) -> Iterator[Label]:
-        """Yield the names of the processes and threads that have events."""
         processes = self.database.read("PROCESSES", ("globalPid",), ("name",)).select(_process("globalPid"), "name")
-        by_process = dict(processes.iter_rows())
-        by_thread = dict(
-            self._named(self.database.read("ThreadNames", ("globalTid", "nameId")), "nameId").iter_rows()
-        )
+        threads = self._named(self.database.read("ThreadNames", ("globalTid", "nameId")), "nameId")
+        by_process, by_thread = dict(processes.iter_rows()), dict(threads.iter_rows())
         for key, (pid, tid) in zip(self.threads, self._threads()):
             names = {"process_name": by_process.get(key >> _PROCESS_BITS), "thread_name": by_thread.get(key)}
             yield from ((pid, tid, what, name) for what, name in names.items() if name)
@@ -178,24 +170,14 @@ class _Reading(EventRows):
         return [(str(key >> _PROCESS_BITS & 0xFFFFFF), str(key & 0xFFFFFF)) for key in self.threads]
 
     def _facts(self) -> TraceFacts:
-        gpus = self.database.read("TARGET_INFO_GPU", ("id",), ("name",)).filter(
-            pl.col("id").is_between(0, _MOST_GPUS)
-        )
-        names = dict(gpus.iter_rows())
-        begin = self.database.read("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",))["utcEpochNs"].drop_nulls()
-        about = [
-            self.database.read(table, (), ("name", "value")) for table in ("META_DATA_EXPORT", "EXPORT_META_DATA")
-        ]
+        read = self.database.read
+        gpus = read("TARGET_INFO_GPU", ("id",), ("name",)).filter(pl.col("id").is_between(0, _MOST_GPUS))
+        begin = read("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",))["utcEpochNs"].drop_nulls()
+        about = [read(table, (), ("name", "value")) for table in ("META_DATA_EXPORT", "EXPORT_META_DATA")]
         known = dict(pl.concat(about).iter_rows())
-        versions = {what: known.get(f"EXPORT_{what.upper()}_VERSION") for what in ("product", "schema")}
-        return TraceFacts(
-            devices=tuple(names.get(i) or "unknown device" for i in range(max(names, default=-1) + 1)),
-            base_time_ns=begin[0] if len(begin) else 0,
-            has_shapes=self.has_shapes,
-            has_stacks=False,
-            has_memory=False,
-            versions={f"nsight_systems_{what}_version": text[:80] for what, text in versions.items() if text},
-        )
+        names = {f"nsight_systems_{what}_version": f"EXPORT_{what.upper()}_VERSION" for what in ("product", "schema")}
+        versions = {name: known.get(written) or "" for name, written in names.items()}
+        return self.facts(dict(gpus.iter_rows()), versions, begin[0] if len(begin) else 0)
 
     def _unknown(self, facts: TraceFacts) -> Iterator[str]:
         """Yield what the export cannot tell, and how to record it if Nsight Systems can."""

@@ -12,7 +12,7 @@ import polars as pl
 
 from stepscope.errors import TraceError
 from stepscope.trace.columns import Label, Thread
-from stepscope.trace.databases.event_rows import EventRows, with_op_parts
+from stepscope.trace.databases.event_rows import EventRows, json_list, with_op_parts
 from stepscope.trace.databases.sqlite_file import Database
 from stepscope.trace.tables import DEVICE_TABLE, HOST, Trace, TraceFacts
 
@@ -75,15 +75,8 @@ class _Reading(EventRows):
             self.progress(number / len(chosen))
             self._read_process()
             about = dict(self._table("rocpd_metadata", (), ("tag", "value")).iter_rows())
-            versions |= {"rocpd_schema_version": about["schema_version"][:80]} if about.get("schema_version") else {}
-        facts = TraceFacts(
-            devices=tuple(self.gpus.get(i) or "unknown device" for i in range(max(self.gpus, default=-1) + 1)),
-            base_time_ns=0,
-            has_shapes=self.has_shapes,
-            has_stacks=False,
-            has_memory=False,
-            versions=versions,
-        )
+            versions |= {"rocpd_schema_version": about["schema_version"]} if about.get("schema_version") else {}
+        facts = self.facts(self.gpus, versions)
         return self.finish(self._threads(), self._labels(), facts, self._unknown(facts))
 
     def _table(self, table: str, integers: tuple[str, ...], texts: tuple[str, ...] = ()) -> pl.DataFrame:
@@ -95,9 +88,8 @@ class _Reading(EventRows):
         events = self._table(_EVENTS, ("id", "category_id", "stack_id"), ("extdata",))
         self.events = events.drop_nulls("id").unique("id", keep="first").rename({"stack_id": "correlation"})
         agents = self._table(_AGENTS, ("id", "type_index"), ("type", "product_name", "name")).filter(type="GPU")
-        agents = (
-            agents.filter(pl.col("type_index").is_between(0, _MOST_GPUS)).drop_nulls("id").unique("id", keep="first")
-        )
+        agents = agents.filter(pl.col("type_index").is_between(0, _MOST_GPUS))
+        agents = agents.drop_nulls("id").unique("id", keep="first")
         self.agents = agents.select("id", device=pl.col("type_index").cast(pl.Int32))
         self.gpus |= dict(agents.select("type_index", pl.coalesce("product_name", "name")).iter_rows())
         self._calls_and_ranges()
@@ -121,13 +113,11 @@ class _Reading(EventRows):
         return self._joined(frame, column, self.strings.rename({"string": name}))
 
     def _calls_and_ranges(self) -> None:
-        found = self._text(
-            self._text(self._read(REGIONS, ("pid", "tid", "name_id")), "name_id", "name"), "category_id", "category"
-        )
+        found = self._text(self._read(REGIONS, ("pid", "tid", "name_id")), "name_id", "name")
+        found = self._text(found, "category_id", "category")
         thread = (pl.col("pid").fill_null(0) & 0x7FFFFFFF) * (1 << 32) + (pl.col("tid").fill_null(0) & 0xFFFFFFFF)
-        kind = (
-            pl.col("category").str.extract("^([A-Z]+)_").replace_strict(_KINDS, default=None, return_dtype=pl.String)
-        )
+        library = pl.col("category").str.extract("^([A-Z]+)_")
+        kind = library.replace_strict(_KINDS, default=None, return_dtype=pl.String)
         found = found.with_columns(key=thread, kind=kind).drop("pid", "tid", "category")
         known = found.filter(pl.col("kind").is_not_null())
         self.counts["X", REGIONS, None] += found.height - known.height
@@ -149,10 +139,7 @@ class _Reading(EventRows):
         kernels = self._joined(kernels, "kernel_id", symbols.unique("id", keep="first"))
         # rocprofv3 counts the threads of a grid, and CUDA its blocks.
         blocks = [(pl.col(grid) + pl.col(block) - 1) // pl.col(block) for grid, block in zip(sizes[:3], sizes[3:])]
-        grid, block = (
-            pl.concat_str(pl.lit("["), pl.concat_str(each, separator=", "), pl.lit("]")).cast(pl.Categorical())
-            for each in (blocks, sizes[3:])
-        )
+        grid, block = json_list(blocks), json_list(sizes[3:])
         kernels = kernels.with_columns(grid=grid, block=block, shared_memory_bytes="group_segment_size")
         self._keep_on_stream(KERNELS, "kernel", kernels.drop(sizes, "group_segment_size"))
 
@@ -178,7 +165,6 @@ class _Reading(EventRows):
         return [(str(key >> 32), str(key & 0xFFFFFFFF)) for key in self.threads]
 
     def _labels(self) -> Iterator[Label]:
-        """Yield the names of the processes and threads that have events."""
         for key, (pid, tid) in zip(self.threads, self._threads()):
             for what, number in (("process_name", key >> 32), ("thread_name", key & 0xFFFFFFFF)):
                 if name := self.names.get(number, {}).get(what):

@@ -54,11 +54,9 @@ class Database(AbstractContextManager["Database"]):
         self.not_plain = {name for name, is_plain in names.items() if not is_plain}
         quoted = {name: name.replace('"', '""') for name, is_plain in names.items() if is_plain}
         # This pragma leaves out generated columns, whose values are SQL too.
-        columns = {
-            name: [row[1] for row in self._run(f'PRAGMA table_info("{text}")')] for name, text in quoted.items()
-        }
+        rows_of = {name: self._run(f'PRAGMA table_info("{text}")').fetchall() for name, text in quoted.items()}
         self._connection.set_authorizer(_authorize)
-        return columns
+        return {name: [row[1] for row in rows] for name, rows in rows_of.items()}
 
     def read(
         self, table: str, integers: tuple[str, ...], texts: tuple[str, ...] = (), is_distinct: bool = False

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepscope.border import COUNT_END, Values, limit, open_file, read_file
+from stepscope.border import Values, is_count, limit, open_file, read_file
 from stepscope.errors import UsageError
 from stepscope.trace.dumps.callers import Callers
 from stepscope.trace.dumps.plain_pickle import decoded
@@ -21,6 +21,8 @@ _LONGEST = 200
 _RANK = re.compile(r"rank[_-]?(\d{1,7})|(\d{1,7})(?:\.(?:json|pickle|pkl|bin))*$", re.IGNORECASE)
 _POINT_TO_POINT = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})")
 _VERSIONS = ("1.", "2.")
+Groups = dict[str, tuple[str, tuple[int, ...]]]
+"""Process groups by name: the description, and the ranks as far as the dump has them."""
 
 
 class Signature(NamedTuple):
@@ -54,9 +56,7 @@ class Dump(NamedTuple):
     path: Path
     is_whole: bool  # the buffer holds every call since the start
     calls: list[Call]  # in order
-    groups: dict[
-        str, tuple[str, tuple[int, ...]]
-    ]  # by name: the description, and the ranks as far as the dump has them
+    groups: Groups
     last_numbers: dict[str, int]  # by name of the group: the last collective that was called
 
 
@@ -96,7 +96,6 @@ def read_dumps(folder: Path) -> Dumps:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the files that may be dumps, with the rank in their name."""
     for path in sorted(folder.iterdir()):
         found = _RANK.search(path.name)
         if found and path.is_file():
@@ -138,7 +137,7 @@ def _dump(path: Path, rank: int) -> Dump:
     return Dump(rank, path, first == 0, calls, groups, _last_numbers(root))
 
 
-def _groups(root: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _groups(root: dict[str, Any]) -> Groups:
     """Return the process groups; a list of ranks that is empty or not a list is left out."""
     listed, found = root.get("pg_config"), {}
     for name, group in listed.items() if isinstance(listed, dict) else ():
@@ -174,9 +173,8 @@ class _Reading:
             raise ValueError("an entry is not an object")
         name = _text(entry.get("profiling_name")).rpartition(":")[2]
         found = _POINT_TO_POINT.fullmatch(name)
-        peers = (int(found[2]), int(found[4])) if found else None
-        if found and found[1] == "recv":
-            peers = (int(found[4]), int(found[2]))
+        ends = (int(found[2]), int(found[4])) if found else None
+        peers = ends[::-1] if ends and found and found[1] == "recv" else ends
         group = entry.get("process_group")
         finished = entry.get("retired") is True or entry.get("state") == "completed"
         return Call(
@@ -205,13 +203,9 @@ class _Reading:
 
 def _shape_of(shapes: Any) -> tuple[str, int]:
     listed = shapes if isinstance(shapes, list) else []
-    known = [each for each in listed if isinstance(each, list) and all(map(_is_size, each))]
+    known = [each for each in listed if isinstance(each, list) and all(map(is_count, each))]
     text = " ".join(str(each) for each in known[:20])
     return text[:_LONGEST], sum(prod(each) if len(each) < limit("DEPTH") else 0 for each in known)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value < COUNT_END
 
 
 def _text(value: Any) -> str:
@@ -220,6 +214,6 @@ def _text(value: Any) -> str:
 
 def _number(entry: dict[str, Any], name: str) -> int:
     value = entry.get(name) or 0
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < COUNT_END:
+    if not is_count(value):
         raise ValueError(f"{name} is not a count")
     return value
