@@ -35,7 +35,7 @@ def report_of(session: Session, ignored: Collection[str] = (), price_per_hour: f
 
 def title_of(session: Session) -> str:
     """Return the script and its device, or the name of the trace."""
-    name, device = session.path.resolve().name, None
+    name = session.path.resolve().name
     if session.is_recording:
         facts = session.recording.facts
         command = mapping(facts.get("command"))

@@ -69,18 +69,14 @@ class Card(Shown):
         # With a history, goodput is that of the whole run, as `watch` shows it, and not of the loop alone.
         has_history = (recording.folder / HISTORY_FILE).is_file()
         measured = [fact for fact in figures(recording, summary) if fact.title != "goodput" or not has_history]
+        steps = _steps(recording, summary)
         return cls(
             recording=recording,
             summary=summary,
             verdict=verdict(recording, summary) + whole_run.waits_sentence(recording),
             run=tuple(_run(recording)),
             figures=(*measured, *whole_run.facts(has_history)),
-            measurement=(
-                *_steps(recording, summary),
-                *_processes(processes),
-                *_caveats(recording, session.run),
-                *lacks,
-            ),
+            measurement=(*steps, *_processes(processes), *_caveats(recording, session.run), *lacks),
             ledger=ledger,
             whole_run=whole_run,
         )
@@ -175,21 +171,15 @@ def _status(recording: Recording) -> str:
     if recording.status != "failed":
         return ""
     exit_code, error = recording.facts.get("exit_code"), recording.facts.get("exception")
-    return (
-        "failed"
-        + (f" with exit code {exit_code}" if exit_code is not None else "")
-        + (f" ({error})" if error else "")
-    )
+    return f"failed{'' if exit_code is None else f' with exit code {exit_code}'}{f' ({error})' if error else ''}"
 
 
 def _processes(processes: Processes) -> Iterator[Fact]:
     num = len(processes.ranks)
     if processes.missing:
-        missing = ", ".join(map(str, processes.missing[:MAX_RANKS])) + (
-            ", …" if len(processes.missing) > MAX_RANKS else ""
-        )
+        more = ", …" * (len(processes.missing) > MAX_RANKS)
         text = f"{num} of {processes.world_size} recorded: throughput is theirs alone"
-        yield Fact("ranks", text, f"missing: {missing}")
+        yield Fact("ranks", text, f"missing: {', '.join(map(str, processes.missing[:MAX_RANKS]))}{more}")
     elif num > 1:
         yield Fact("ranks", f"all {num} recorded", "throughput is that of all ranks, a typical step is rank 0's")
     if processes.others:
@@ -219,11 +209,8 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Fact]:
     if summary.num_kernels_per_step is not None:
         yield Fact("launches", f"{summary.num_kernels_per_step:,.0f} kernels per step")
     if summary.observer_effects:
-        effects = ", ".join(
-            f"{effect.window} {effect.ratio:.2f}×{' (noise)' * (effect.ratio < 1)}"
-            for effect in summary.observer_effects
-        )
-        yield Fact("overhead", effects, "probed step ÷ clean step; clean steps are not probed")
+        effects = [f"{one.window} {one.ratio:.2f}×{' (noise)' * (one.ratio < 1)}" for one in summary.observer_effects]
+        yield Fact("overhead", ", ".join(effects), "probed step ÷ clean step; clean steps are not probed")
 
 
 def _caveats(recording: Recording, run: Run) -> Iterator[Fact]:
@@ -233,5 +220,4 @@ def _caveats(recording: Recording, run: Run) -> Iterator[Fact]:
         yield Fact("note", f"trace: {trimmed}")
     if dropped := (recording.facts.get("steps") or {}).get("num_lines_dropped"):
         yield Fact("note", f"{dropped:,} lines are not in samples.jsonl. history.jsonl has sums of all steps")
-    for warning in (*recording.warnings, *run.problems):
-        yield Fact("warning", warning)
+    yield from (Fact("warning", warning) for warning in (*recording.warnings, *run.problems))

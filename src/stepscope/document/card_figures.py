@@ -130,27 +130,20 @@ def _parameters(summary: Summary) -> Iterator[Fact]:
     active = summary.flops.num_active_parameters if summary.flops is not None else None
     text = f"{count(parameters['num_total'])}, {count(parameters['num_trainable'])} trainable"
     text += f", {count(active)} active" if active is not None else ""
-    yield Fact(
-        "parameters", text, ", ".join(f"{size(n)} {dtype}" for dtype, n in parameters["bytes_by_dtype"].items())
-    )
+    sizes = (f"{size(num)} {dtype}" for dtype, num in parameters["bytes_by_dtype"].items())
+    yield Fact("parameters", text, ", ".join(sizes))
 
 
 def _memory(recording: Recording) -> Iterator[Fact]:
     memory: dict[str, Any] = recording.facts.get("memory") or {}
+    until = "until the end of the clean window"
     if "peak_allocated_bytes" in memory:
-        peaks = [size(memory[f"{name}_bytes"]) for name in ("peak_allocated", "peak_reserved", "driver_used")]
-        yield Fact(
-            "memory",
-            f"peak {peaks[0]} allocated, {peaks[1]} reserved; {peaks[2]} of "
-            f"{size(memory['driver_total_bytes'])} in use on the device",
-            f"until the end of the clean window; {memory['num_allocator_retries']} allocator retries",
-        )
+        names = ("peak_allocated", "peak_reserved", "driver_used", "driver_total")
+        allocated, reserved, used, total = (size(memory[f"{name}_bytes"]) for name in names)
+        text = f"peak {allocated} allocated, {reserved} reserved; {used} of {total} in use on the device"
+        yield Fact("memory", text, f"{until}; {memory['num_allocator_retries']} allocator retries")
     elif "peak_resident_bytes" in memory:
-        yield Fact(
-            "memory",
-            f"peak {size(memory['peak_resident_bytes'])} resident",
-            "host memory, until the end of the clean window",
-        )
+        yield Fact("memory", f"peak {size(memory['peak_resident_bytes'])} resident", f"host memory, {until}")
 
 
 def _counters(recording: Recording, summary: Summary) -> Iterator[Fact]:

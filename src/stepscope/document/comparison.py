@@ -5,20 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from stepscope.analysis.comparison import metrics
 from stepscope.analysis.comparison.compare import PASSED, UNDECIDED, Comparison, Pair, TableRow
 from stepscope.analysis.comparison.compare import Table as Parts
-from stepscope.analysis.comparison.metrics import (
-    DISTURBED,
-    FEWEST,
-    METRICS,
-    NO_DIFFERENCE,
-    NONE_SHOWN,
-    RUNS,
-    SAME,
-    STEPS,
-    TOO_FEW,
-    Change,
-)
+from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, NONE_SHOWN, Change
 from stepscope.analysis.comparison.significance import SIGNIFICANCE
 from stepscope.analysis.time.phases import UNATTRIBUTED
 from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table
@@ -54,9 +44,8 @@ def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
         at = "" if is_one else f" at {detailed.name}"
         # Changes within the noise or the threshold have no causes.
         changes = [detailed.change("step_time"), detailed.change("peak_memory")]
-        unchanged = {
-            change.unit for change in changes if change and change.verdict in (NO_DIFFERENCE, DISTURBED, SAME)
-        }
+        same = (NO_DIFFERENCE, metrics.DISTURBED, metrics.SAME)
+        unchanged = {change.unit for change in changes if change and change.verdict in same}
         shown = [table for table in detailed.tables if table.delta and table.unit not in unchanged]
         tables = tuple(_parts(table, num_rows) for table in shown)
         sections.append(Section("causes", f"Where the change comes from{at}", tables))
@@ -110,16 +99,14 @@ def _pair_sentence(pair: Pair, comparison: Comparison) -> str:
     what = "a traced step" if comparison.kind == "trace" else "a step"
     before, after = figure(change.base, change.unit), figure(change.new, change.unit)
     took = f"{what} takes {after} instead of {before}, {change_text(change)}"
-    counts, unit = " and ".join(map(str, change.num_samples or ())), change.samples_are or STEPS
-    if change.verdict == TOO_FEW:
-        return (
-            f"Too few samples for a verdict: {counts} {unit}, and each side needs at least {FEWEST[unit]}. "
-            f"Measured: {took}."
-        )
+    counts, unit = " and ".join(map(str, change.num_samples or ())), change.samples_are or metrics.STEPS
+    if change.verdict == metrics.TOO_FEW:
+        needed = f"each side needs at least {metrics.FEWEST[unit]}"
+        return f"Too few samples for a verdict: {counts} {unit}, and {needed}. Measured: {took}."
     tested = f"95 % interval {interval_text(change)}, {p_text(change.p_value or 0.0)}"
-    tested += f", {counts} runs" if unit == RUNS else ""
+    tested += f", {counts} runs" if unit == metrics.RUNS else ""
     however = _however(pair, change)
-    if change.verdict == DISTURBED:  # a rank test of single steps says nothing about the others on the cores
+    if change.verdict == metrics.DISTURBED:  # a rank test of single steps says nothing about the others on the cores
         return f"Cannot tell: {took} (95 % interval {interval_text(change)}). {_disturbed(change)}"
     if change.verdict == NO_DIFFERENCE:
         return f"No difference shown: {took} ({tested}). {_why_none(change, comparison.threshold_share)}{however}"
@@ -131,10 +118,9 @@ def _however(pair: Pair, change: Change) -> str:
     rate = pair.change("tokens_per_second") or pair.change("samples_per_second")
     if rate is None or rate.share is None or change.share is None or rate.verdict == change.verdict:
         return ""
-    if change.is_disturbed or any(each.what == "tokens" for each in pair.allowed):
-        return ""
     is_against = change.verdict == NO_DIFFERENCE or rate.share * change.share > 0
-    if not is_against or abs(rate.share) <= CONTRADICTS_SHARE:
+    is_unlike = change.is_disturbed or any(each.what == "tokens" for each in pair.allowed)
+    if is_unlike or not is_against or abs(rate.share) <= CONTRADICTS_SHARE:
         return ""
     text = f"{METRICS[rate.metric].title} of the whole loop changed by {change_text(rate)}"
     return f" But {text}: other steps are not like those compared here."
@@ -180,12 +166,13 @@ def _gates(comparison: Comparison) -> Table:
     return _table("gates", f"Gates: {_counts(statuses)}", titles, rows, note=note, below=("reason",))
 
 
+def _cells(change: Change) -> tuple[str, ...]:
+    base, new = figure(change.base, change.unit), figure(change.new, change.unit)
+    return base, new, change_text(change), change.verdict, interval_text(change)
+
+
 def _metrics(pair: Pair, kind: str) -> Table:
-    rows = []
-    for change in pair.changes:
-        base, new = figure(change.base, change.unit), figure(change.new, change.unit)
-        title, interval = METRICS[change.metric].title, interval_text(change)
-        rows.append((title, base, new, change_text(change), change.verdict, interval))
+    rows = [(METRICS[change.metric].title, *_cells(change)) for change in pair.changes]
     has_rate = any(pair.change(f"{unit}_per_second") for unit in ("tokens", "samples"))
     note = _TWO_TIMES if kind == "recording" and has_rate and pair.change("step_time") else ""
     titles = ("metric", "base", "new", "change", "verdict", "95 % interval")
@@ -198,12 +185,9 @@ def _points(comparison: Comparison) -> Table:
         step, peak = pair.change("step_time"), pair.change("peak_memory")
         why = "not comparable: " + ", ".join(each.what for each in pair.refused) if pair.refused else ""
         why = why or "; ".join(each.reason for each in pair.missing if each.what == "step_time")
-        cells = [""] * 5
-        if step is not None:
-            base, new = figure(step.base, step.unit), figure(step.new, step.unit)
-            cells = [base, new, change_text(step), step.verdict, interval_text(step)]
-        cells.insert(4, "" if peak is None else change_text(peak))
-        rows.append((pair.name or pair.base, *cells, "" if cells[3] else why))
+        *cells, interval = [""] * 5 if step is None else _cells(step)
+        cells += ["" if peak is None else change_text(peak), interval]
+        rows.append((pair.name or pair.base, *cells, "" if step is not None else why))
     titles = ("point", "base", "new", "change", "verdict", "peak memory", "95 % interval", "reason")
     known = titles if any(row[-1] for row in rows) else titles[:-1]
     return _table("points", "Step time of every point", known, rows, below=("reason",))
@@ -254,7 +238,7 @@ def _table(id: str, title: str, titles: Sequence[str], rows: Sequence[Sequence[s
 def _lacks(pair: Pair) -> list[str]:
     """Return what could not be compared; if the time did not change, missing causes do not count."""
     step = pair.change("step_time")
-    is_unchanged = step is not None and step.verdict in (NO_DIFFERENCE, DISTURBED)
+    is_unchanged = step is not None and step.verdict in (NO_DIFFERENCE, metrics.DISTURBED)
     texts = [
         f"{METRICS[each.what].title if each.what in METRICS else BY.get(each.what, each.what)}: {each.reason}"
         for each in pair.missing

@@ -49,9 +49,8 @@ def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Do
             step = f"A step takes {average} on average; {typical}. Percentages are of the average."
     sections = [Section("findings", "Findings", (findings_part(diagnosis, recording),))]
     if diagnosis.ledger is not None:
-        sections.append(
-            Section("ledger", "Ledger", tuple(ledger_parts(diagnosis.ledger, diagnosis.later_ns is not None)))
-        )
+        parts = ledger_parts(diagnosis.ledger, diagnosis.later_ns is not None)
+        sections.append(Section("ledger", "Ledger", tuple(parts)))
     return Document("Diagnosis", step, tuple(sections))
 
 
@@ -80,9 +79,8 @@ def _summary(diagnosis: Diagnosis) -> str:
     if not diagnosis.findings and diagnosis.ledger is not None:
         share = diagnosis.unclaimed_ns / diagnosis.ledger.step_ns
         if share >= MUCH_UNCLAIMED:
-            found = (
-                f"No single cause found, but {percent(share)} of the step is lost in small parts (see the ledger)."
-            )
+            lost = f"{percent(share)} of the step is lost in small parts"
+            found = f"No single cause found, but {lost} (see the ledger)."
         found = f"{found} {limit_text(diagnosis.ledger)}"
     others = Counter(_OTHER_DEVICE[one.reason] for one in diagnosis.unchecked if one.reason in _OTHER_DEVICE)
     left = len(diagnosis.unchecked) - others.total()
@@ -96,7 +94,6 @@ def _summary(diagnosis: Diagnosis) -> str:
 
 
 def _shared(finding: Finding, groups: Sequence[Group]) -> str | None:
-    """Return which findings have the same fix and what it saves in total; None if there are none."""
     group = next((group for group in groups if finding.id in group.findings), None)
     if group is None:
         return None
@@ -108,26 +105,31 @@ def _shared(finding: Finding, groups: Sequence[Group]) -> str | None:
 
 
 def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> FindingCard:
-    prove = None
-    if recording is not None and finding.id in FIXES and finding.is_provable:
-        prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
-    elif recording is not None and finding.saving_ns and diagnosis.script and finding.id not in _NOT_IN_A_SHORT_RUN:
-        prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}=CHANGED.py  # a copy with the change"
-    elif recording is not None and (finding.saving_ns or finding.saving_bytes):
-        allowed = f" --allow {_LESS_WORK[finding.id]}" if finding.id in _LESS_WORK else ""
-        changed = f"runs/without-{finding.id}"
-        compare = f"stepscope compare {shlex.quote(recording)} {changed}{allowed}"
-        prove = f"stepscope run -o {changed} {diagnosis.script or 'SCRIPT'} && {compare}  # after the change"
     saving, saving_of = saving_texts(finding, diagnosis.average_ns)
-    shared = _shared(finding, diagnosis.groups)
     tables = []
     for number, found in enumerate(finding.evidence):
         if found.rows:
             columns = {name: [row.get(name) for row in found.rows] for name in found.rows[0]}
             tables.append(Table(f"{finding.id}-{number}", found.table, columns, num_shown=3))
+    prove, shared = _prove(finding, diagnosis, recording), _shared(finding, diagnosis.groups)
     return FindingCard(
         **vars(finding), saving=saving, saving_of=saving_of, shared=shared, prove=prove, tables=tuple(tables)
     )
+
+
+def _prove(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> str | None:
+    if recording is None:
+        return None
+    path, fix = shlex.quote(recording), finding.id
+    if fix in FIXES and finding.is_provable:
+        return f"stepscope verify {path} --fix {fix}"
+    if finding.saving_ns and diagnosis.script and fix not in _NOT_IN_A_SHORT_RUN:
+        return f"stepscope verify {path} --fix {fix}=CHANGED.py  # a copy with the change"
+    if not finding.saving_ns and not finding.saving_bytes:
+        return None
+    changed, allowed = f"runs/without-{fix}", f" --allow {_LESS_WORK[fix]}" if fix in _LESS_WORK else ""
+    compare = f"stepscope compare {path} {changed}{allowed}"
+    return f"stepscope run -o {changed} {diagnosis.script or 'SCRIPT'} && {compare}  # after the change"
 
 
 def what_if_document(answer: WhatIf) -> Document:

@@ -18,7 +18,6 @@ def hang_document(hang: Hang) -> Document:
 
 
 def _verdict(hang: Hang) -> str:
-    """Return which collective diverges first, who did not come, and where the others wait."""
     first = hang.first
     if first is None and hang.states:
         least = min(state.silent_s for state in hang.states)
@@ -31,8 +30,7 @@ def _verdict(hang: Hang) -> str:
     if first is None:
         lost = f" {_ranks(hang.no_dump)} left no dump." if hang.no_dump else ""
         return f"No collective diverges: {_ranks(hang.ranks)} made the same calls, and none is unfinished.{lost}"
-    name, at = _named(first), f" at {safe(first.place)}" if first.place else ""
-    who = tuple(call.rank for call in first.absent)
+    name, at, who = _named(first), _at(first), tuple(call.rank for call in first.absent)
     if hang.is_deadlock:
         circle = plural(len(hang.divergences), "collective")
         return f"Deadlock: ranks wait for one another in {circle}. {_missing(first)}"
@@ -42,13 +40,15 @@ def _verdict(hang: Hang) -> str:
         return _missing(first)
     what = {"operation": "another operation", "sizes": "other sizes", "dtypes": "another dtype"}[first.kind]
     other = first.absent[0]
-    place = f" at {safe(other.place)}" if other.place else ""
     calls = f"{other.collective} {safe(other.shapes)} {other.dtypes}".strip()
-    return f"{_ranks(who)} called {what} than {_ranks(first.arrived)} in {name}{at}: {calls}{place}."
+    return f"{_ranks(who)} called {what} than {_ranks(first.arrived)} in {name}{at}: {calls}{_at(other)}."
+
+
+def _at(found: Divergence | RankCall) -> str:
+    return f" at {safe(found.place)}" if found.place else ""
 
 
 def _missing(first: Divergence) -> str:
-    at = f" at {safe(first.place)}" if first.place else ""
     who = tuple(call.rank for call in first.absent)
     parts = []
     if who:
@@ -58,14 +58,12 @@ def _missing(first: Divergence) -> str:
         parts.append(f"{_ranks(first.no_dump)} left no dump: it {verb}.")
     if first.arrived:
         verb = "waits" if len(first.arrived) == 1 else "wait"
-        parts.append(f"{_ranks(first.arrived)} {verb}{at}.")
+        parts.append(f"{_ranks(first.arrived)} {verb}{_at(first)}.")
     for call in first.skipped[:1]:
-        place = f" at {safe(call.place)}" if call.place else ""
-        parts.append(f"Rank {call.rank} seems to have skipped {call.collective} {call.number:,}{place}.")
-    last = first.absent[0] if first.absent else None
-    if last is not None and last.collective and not first.skipped:
-        place = f" at {safe(last.place)}" if last.place else ""
-        parts.append(f"The last call of rank {last.rank} was {last.collective} {last.number:,}{place}.")
+        parts.append(f"Rank {call.rank} seems to have skipped {call.collective} {call.number:,}{_at(call)}.")
+    for last in first.absent[:1]:
+        if last.collective and not first.skipped:
+            parts.append(f"The last call of rank {last.rank} was {last.collective} {last.number:,}{_at(last)}.")
     return " ".join(parts)
 
 

@@ -61,14 +61,11 @@ def _facts(result: Improvement) -> Iterator[Fact]:
     how = "everything was tried" if result.is_finished else "not everything was tried"
     spent = f"{plural(result.num_runs, 'run')} in {result.seconds:.0f} s of {result.limit_s:.0f} s; {how}"
     yield Fact("searched", f"{spent}, in {safe(result.order, 200)}")
-    large = ", ".join(
-        f"{name} ({percent(share)})" for name, share in result.by_hand.items() if share >= _WORTH_A_LINE
-    )
-    if large:
-        yield Fact("by hand", f"not tried, a change in the script: {large}", "stepscope run, then diagnose")
+    if large := [f"{name} ({percent(part)})" for name, part in result.by_hand.items() if part >= _WORTH_A_LINE]:
+        text = f"not tried, a change in the script: {', '.join(large)}"
+        yield Fact("by hand", text, "stepscope run, then diagnose")
     yield Fact("recordings", result.folder)
-    for warning in result.warnings:
-        yield Fact("warning", warning)
+    yield from (Fact("warning", warning) for warning in result.warnings)
 
 
 def _brought(trial: Trial) -> Fact:

@@ -1,12 +1,10 @@
 """Builds the ledger of a step: a waterfall from its whole time down to its limit, and a table."""
 
-from collections.abc import Sequence
 from itertools import accumulate
 
-import polars as pl
-
 from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN, WORK, Ledger
-from stepscope.document.model import Bars, Part, Series, Table, Value
+from stepscope.document.model import Bars, Part, Series, Table
+from stepscope.document.tables import columns_of, table_of
 from stepscope.formatting import duration, percent
 
 NAMES = {
@@ -42,32 +40,23 @@ def ledger_parts(ledger: Ledger, later_are_faster: bool) -> list[Part]:
     end = "its ops" if ledger.is_of_cpu else "what its work needs"
     step = "a timed step" if later_are_faster else "a step"
     title = f"{step}'s {duration(ledger.step_ns, 3)}, down to {end}"
-    columns: dict[str, Sequence[Value]] = {
-        "row": [NAMES[row.id] for row in rows],
-        "kind": [row.kind for row in rows],
-        "time_ns": [row.ns for row in rows],
-        "share": [row.share for row in rows],
-        "what_it_is": [ROWS[row.id][1] for row in rows],
+    row_name, meaning = (lambda row: NAMES[row.id]), (lambda row: ROWS[row.id][1])
+    columns = columns_of(rows, "row kind time_ns:ns share what_it_is", row=row_name, what_it_is=meaning)
+    labels, times = zip(("the step", ledger.step_ns), *bars)
+    starts, series = [0.0, *(max(0.0, start) for start in left)], (Series("time", times),)
+    largest = {
+        "largest_ops": ("ops that take most of a traced step", ledger.largest_ops),
+        "largest_lines": ("lines that take most of a step", ledger.largest_lines),
     }
-    labels, series = (
-        ["the step", *(name for name, _ in bars)],
-        Series("time", [ledger.step_ns, *(ns for _, ns in bars)]),
-    )
-    starts = [0.0, *(max(0.0, start) for start in left)]
-    ops = [] if ledger.largest_ops is None else [_ops_table(ledger.largest_ops)]
-    if (lines := ledger.largest_lines) is not None and lines.height:
-        of_lines = {"line" if name == "place" else name: lines[name].to_list() for name in lines.columns}
-        ops.append(Table("largest_lines", "lines that take most of a step", of_lines, num_shown=lines.height))
     return [
-        *ops,
-        Bars("ledger", title, labels, (series,), "time_ns", ledger.step_ns, starts, caption=limit_text(ledger)),
+        *(
+            table_of(frame.rename({"name": "op", "place": "line"}, strict=False), id, what, num_shown=frame.height)
+            for id, (what, frame) in largest.items()
+            if frame is not None and frame.height
+        ),
+        Bars("ledger", title, labels, series, "time_ns", ledger.step_ns, starts, caption=limit_text(ledger)),
         Table("ledger", "ledger of a step", columns, num_shown=len(rows), page_only=True),
     ]
-
-
-def _ops_table(ops: pl.DataFrame) -> Table:
-    columns = {"op" if name == "name" else name: ops[name].to_list() for name in ops.columns}
-    return Table("largest_ops", "ops that take most of a traced step", columns, num_shown=ops.height)
 
 
 def limit_text(ledger: Ledger) -> str:

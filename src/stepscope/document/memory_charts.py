@@ -1,5 +1,6 @@
 """Charts of an account of memory: over the step, at the peak by owner, and down to op and shape."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,11 +74,8 @@ def _places(levels: LevelsBy) -> tuple[list[float], str]:
 def _marks(found: Account, peak: float, events: Sequence[int], x: Sequence[float]) -> Iterator[Mark]:
     """Yield the peak, and the begin of every stage that is long enough to have a name on the chart."""
     yield Mark(peak, f"peak {size(found.peak_tracked_bytes)}{' in tensors' if found.remainder_bytes else ''}")
-    begins = []
-    for stage in found.stages[1:]:
-        place = next((i for i, event in enumerate(events) if event >= stage.first_event), None)
-        if place is not None:
-            begins.append((x[place], stage.name))
+    places = ((bisect_left(events, stage.first_event), stage.name) for stage in found.stages[1:])
+    begins = [(x[place], name) for place, name in places if place < len(events)]
     ends = [*(begin for begin, _ in begins[1:]), x[-1]]
     for (begin, name), end in zip(begins, ends):
         if name != "other" and end - begin >= LEAST_STAGE * (x[-1] - x[0]):
@@ -99,7 +97,6 @@ def _color(name: str | None) -> str:
 
 
 def _treemap(found: Account, alive: Sequence[Alive], split: str) -> Iterator[Tree]:
-    """Yield what is alive by owner, then by module, then by op and shape; the whole is the peak."""
     if not alive:
         return
     root = Branch()

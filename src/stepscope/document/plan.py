@@ -103,9 +103,8 @@ def _verdict(row: Mapping[str, Any]) -> str:
         return "a CPU is limited only by the machine's memory"
     usable, growth = row["usable_bytes"], row["growth_bytes_per_step"]
     retries = f", after {plural(row['num_retries'], 'allocator flush')}" if row["num_retries"] else ""
-    full = ""
-    if growth and row["peak_reserved_bytes"] < usable:
-        full = f", full after {count(row['peak_step'] + (usable - row['peak_reserved_bytes']) // growth)} steps"
+    free = usable - row["peak_reserved_bytes"] if growth else 0
+    full = f", full after {count(row['peak_step'] + free // growth)} steps" if free > 0 else ""
     return f"{row['fits']}{retries}; the device has {size(usable)} for tensors{full}"
 
 

@@ -137,13 +137,11 @@ def _sentences(audit: DtypeAudit) -> Iterator[str]:
         )
     elif weights.num_casts and facts["num_micro_batches"] == 1:
         yield "Each further micro-batch casts them again (see --micro-batches 2)."
-    if again := [one for one in audit.casts if one.num_again]:
-        number, moved = sum(one.num_again for one in again), sum(one.again_bytes for one in again)
-        yield (
-            f"{plural(number, 'cast in forward repeats', 'casts in forward repeat')} an earlier cast: "
-            f"{size(moved)} moved again per step. "
-            "Autocast caches its casts of weights, not of activations."
-        )
+    if number := sum(one.num_again for one in audit.casts):
+        moved = size(sum(one.again_bytes for one in audit.casts if one.num_again))
+        again = plural(number, "cast in forward repeats", "casts in forward repeat")
+        note = "Autocast caches its casts of weights, not of activations."
+        yield f"{again} an earlier cast: {moved} moved again per step. {note}"
     for norm in facts["norms"]:
         ops = ", ".join(op.removeprefix("aten.") for op in norm["ops"])
         lost = f"it loses the fused kernel and runs as {ops}"
@@ -238,15 +236,14 @@ def sentences(comparison: DtypeComparison) -> Iterator[str]:
         if row is reference or ratio is None:
             continue
         times = significant(max(ratio, 1 / ratio), 3)
-        pace = f"{times}× {'faster' if ratio < 1 else 'slower'} than {REFERENCE}"
-        if times == "1.00":
-            pace = f"as fast as {REFERENCE}"
+        pace = "as fast as" if times == "1.00" else f"{times}× {'faster' if ratio < 1 else 'slower'} than"
         doubt = "" if comparison.is_different(row) else " (not significant: the 95 % intervals overlap)"
         changes = comparison.changes(row)[:NUM_CLASSES]
         found = [(_CLASSES.get(name, name), "+" if ns >= 0 else "−", duration(abs(ns), 2)) for name, ns in changes]
         told = ", ".join(f"{name} {sign}{time}" for name, sign, time in found)
         casts = f"; {plural(row.num_casts, 'cast')} per step" if row.num_casts else ""
-        yield f"{row.dtype} is {pace}{doubt}{': ' + told if told else ''}{casts}.{_waiting(comparison, row)}"
+        why = f"{': ' + told if told else ''}{casts}.{_waiting(comparison, row)}"
+        yield f"{row.dtype} is {pace} {REFERENCE}{doubt}{why}"
 
 
 def _waiting(comparison: DtypeComparison, row: DtypeRow) -> str:

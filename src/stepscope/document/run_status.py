@@ -3,20 +3,8 @@
 from collections.abc import Iterator
 
 from stepscope.analysis.time.loop_time import BETWEEN
-from stepscope.document.model import (
-    Bars,
-    Document,
-    Fact,
-    Facts,
-    Notes,
-    Part,
-    Section,
-    Series,
-    Table,
-    Trend,
-    Trends,
-    Value,
-)
+from stepscope.document.model import Bars, Document, Fact, Facts, Notes, Part, Section, Series, Table, Trend, Trends
+from stepscope.document.tables import columns_of, without_empty
 from stepscope.findings.run_status import PACE_S, RankStatus, RunStatus
 from stepscope.formatting import cell, count, duration, elapsed, plural, safe, significant, size, span, whole_percent
 
@@ -56,12 +44,8 @@ def verdict_of(status: RunStatus) -> str:
     if not status.num_steps and status.state in ("starting", "running"):
         return "Waiting for the first step."
     after = f"after {elapsed(status.elapsed_s)} and {plural(status.num_steps, 'step')}"
-    if status.state == "finished":
-        return f"The run finished {after}."
-    if status.state == "failed":
-        return f"The run failed {after}."
-    if status.state == "died":
-        return f"The run died {after}: its process is gone."
+    if status.state in ("finished", "failed", "died"):
+        return f"The run {status.state} {after}{': its process is gone' if status.state == 'died' else ''}."
     if status.state == "silent":
         silent_s = min(rank.silent_s for rank in status.ranks)
         return f"No step has ended for {elapsed(silent_s)}. The last one was step {status.num_steps - 1:,}."
@@ -78,7 +62,6 @@ def _ago(status: RunStatus) -> str:
 
 
 def _trouble(status: RunStatus) -> str:
-    """Return which ranks do not go on while others do."""
     ranks = [rank for rank in status.ranks if rank.state not in ("running", "starting", "finished")]
     if len(ranks) > 1:
         return f" {len(ranks)} of {len(status.ranks)} ranks do not go on."
@@ -88,11 +71,8 @@ def _trouble(status: RunStatus) -> str:
 
 def throughput(status: RunStatus) -> str:
     """Return the throughput of all ranks: `81.2 k tokens/s`."""
-    return f"{_number(status.per_s or 0.0)} {status.unit}/s"
-
-
-def _number(value: float) -> str:
-    return count(value) if value >= 1e4 else significant(value)
+    rate = status.per_s or 0.0
+    return f"{count(rate) if rate >= 1e4 else significant(rate)} {status.unit}/s"
 
 
 def _trends(status: RunStatus) -> Iterator[Trend]:
@@ -125,9 +105,8 @@ def _facts(status: RunStatus) -> Iterator[Fact]:
         lost = [f"{name} {span(ns)}" for name, ns in list(status.lost_ns.items())[:_MOST_LOST]]
         yield Fact("goodput", whole_percent(status.goodput), f"lost: {', '.join(lost)}" if lost else "")
     if status.left_s is not None:
-        yield Fact(
-            "time left", elapsed(status.left_s), f"at the pace of the last {elapsed(min(PACE_S, status.span_s))}"
-        )
+        pace = f"at the pace of the last {elapsed(min(PACE_S, status.span_s))}"
+        yield Fact("time left", elapsed(status.left_s), pace)
 
 
 def _bars(status: RunStatus) -> Bars:
@@ -148,39 +127,24 @@ def _ranks(status: RunStatus) -> Table:
     def place(rank: RankStatus) -> tuple[int, float]:
         return order.get(rank.state, 4), -(rank.step_ns or 0.0) if are_many else 0.0
 
+    names = "rank state num_steps step_time_ns:step_ns data_share memory_bytes gpu_busy_share power_watts " \
+            "sm_clock_mhz host"  # fmt: skip
     ranks = sorted(status.ranks, key=place)
-    columns: dict[str, list[Value]] = {
-        "rank": [rank.name.removeprefix("rank ") for rank in ranks],
-        "state": [rank.state for rank in ranks],
-        "num_steps": [rank.num_steps for rank in ranks],
-        "step_time_ns": [rank.step_ns for rank in ranks],
-        "data_share": [rank.data_share for rank in ranks],
-        "memory_bytes": [rank.memory_bytes for rank in ranks],
-        "gpu_busy_share": [rank.gpu_busy_share for rank in ranks],
-        "power_watts": [rank.power_watts for rank in ranks],
-        "sm_clock_mhz": [rank.sm_clock_mhz for rank in ranks],
-        "host": [rank.host for rank in ranks],
-    }
-    known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    columns = columns_of(ranks, names, rank=lambda rank: rank.name.removeprefix("rank "))
     screen = ("rank", "state", "num_steps", "step_time_ns", "memory_bytes", "power_watts", "data_share",
               "sm_clock_mhz", "gpu_busy_share", "host")  # fmt: skip
-    return Table("ranks", "ranks", known, num_shown=_MOST_RANKS, screen=screen)
+    return Table("ranks", "ranks", without_empty(columns), num_shown=_MOST_RANKS, screen=screen)
 
 
 def _events(status: RunStatus) -> Table:
-    events = status.events[::-1]
-    return Table(
-        "events",
-        "latest events",
-        {
-            "time": [event.clock for event in events],
-            "step": [event.step for event in events],
-            "event": [_PARTS.get(event.kind, event.kind).replace("_", " ") for event in events],
-            "took": [span(event.seconds * 1e9) for event in events],
-            "place": [event.place or "" for event in events],
-        },
-        num_shown=5,
+    columns = columns_of(
+        status.events[::-1],
+        "time:clock step event took place",
+        event=lambda event: _PARTS.get(event.kind, event.kind).replace("_", " "),
+        took=lambda event: span(event.seconds * 1e9),
+        place=lambda event: event.place or "",
     )
+    return Table("events", "latest events", columns, num_shown=5)
 
 
 def line_of(status: RunStatus) -> str:

@@ -58,11 +58,22 @@ def digits_of(time: Distribution) -> int:
     return max(2, min(5, 2 + (len(str(int(ratio))) - 1 if ratio >= 1 else 0)))
 
 
+def marks_in(points: Sequence[PointSummary]) -> Iterator[tuple[str, str]]:
+    """Yield the marks of the points, each with its meaning."""
+    noisy = f"noisy: p90 − p10 exceeds {whole_percent(sweeps.NOISY_SHARE)} of the median"
+    best = "fastest of the points that compute the same thing"
+    meanings = {"is_best": (BEST, best), "is_tied": (TIED, "not measurably slower"), "is_noisy": (NOISY, noisy)}
+    yield from (mark for name, mark in meanings.items() if any(getattr(point, name) for point in points))
+
+
+def mark_of(point: PointSummary) -> str:
+    return f"{NOISY if point.is_noisy else ''}{BEST if point.is_best else TIED if point.is_tied else ''}"
+
+
 def _time(point: PointSummary) -> str | None:
     if point.time is None:
         return None
-    mark = BEST if point.is_best else TIED if point.is_tied else ""
-    return f"{significant(point.time.median / 1e6, digits_of(point.time))}{NOISY if point.is_noisy else ''}{mark}"
+    return f"{significant(point.time.median / 1e6, digits_of(point.time))}{mark_of(point)}"
 
 
 def _spread(point: PointSummary) -> str | None:
@@ -70,11 +81,6 @@ def _spread(point: PointSummary) -> str | None:
         return None
     digits = digits_of(point.time)  # the same digits as the median, so it cannot seem to lie outside
     return f"{significant(point.time.p10 / 1e6, digits)}–{significant(point.time.p90 / 1e6, digits)}"
-
-
-def _dropped(point: PointSummary) -> str | None:
-    share = point.facts.get("dropped_share", 0)
-    return percent(share) if share else None
 
 
 def _of(name: str, write: Callable[[Any], str]) -> Callable[[PointSummary], str | None]:
@@ -91,7 +97,7 @@ COLUMNS: dict[str, Callable[[PointSummary], str | None]] = {
     "max batch": _of("max_batch", lambda value: f"{value:,}"),
     "tokens/s": _of("tokens_per_s", significant),
     "× plainest": lambda p: None if p.speedup is None else f"{p.speedup:.2f}{DIFFERENT if p.differs else ''}",
-    "dropped": _dropped,
+    "dropped": lambda point: percent(share) if (share := point.facts.get("dropped_share")) else None,
     "peak": _of("peak_allocated_bytes", size),
     "MFU": _of("mfu", lambda value: percent(value.share) + (" m" if value.is_measured else "")),
     "GPU busy": _of("gpu_busy_share", percent),
@@ -135,12 +141,8 @@ def _points(sweep: SweepSummary) -> Table:
 def _notes(sweep: SweepSummary) -> Iterator[Fact]:
     points = sweep.points
     differs = "; ".join(dict.fromkeys(p.differs for p in points if p.differs and p.speedup is not None))
-    if any(point.is_best for point in points):
-        yield Fact(BEST, "fastest of the points that compute the same thing")
-    if any(point.is_tied for point in points):
-        yield Fact(TIED, "not measurably slower: the 95 % intervals of the medians overlap")
-    if any(point.is_noisy for point in points):
-        yield Fact(NOISY, f"noisy: p90 − p10 exceeds {whole_percent(sweeps.NOISY_SHARE)} of the median")
+    for sign, meaning in marks_in(points):
+        yield Fact(sign, f"{meaning}{': the 95 % intervals of the medians overlap' * (sign == TIED)}")
     names = dict.fromkeys(point.device_name for point in points if point.device_name is not None)
     if len(names) > 1:
         yield Fact("devices", f"{', '.join(names)}: points on unlike devices are not compared with each other")
@@ -148,7 +150,7 @@ def _notes(sweep: SweepSummary) -> Iterator[Fact]:
         yield Fact(DIFFERENT, f"not the same computation: {differs}")
     if any(p.is_best for p in points) and any(p.time and p.time.num_samples < MIN_SAMPLES for p in points):
         yield Fact("note", f"Fewer than {MIN_SAMPLES} samples give no interval, so ties are not marked.")
-    if any(_dropped(point) for point in points):
+    if any(point.facts.get("dropped_share") for point in points):
         yield Fact("dropped", "share of the routed work that was left out; TFLOP/s and MFU do not count it")
     for text in dict.fromkeys(text for point in points for text in point.notes):
         rows = [str(number) for number, point in enumerate(points, 1) if text in point.notes]

@@ -103,13 +103,10 @@ def _launches(account: RankAccount) -> Iterator[Fact]:
     found = account.launches
     if not found["num_kernels"]:
         return
-    per_step = found["num_kernel_launches_per_step"]
-    if per_step is None:
-        text = plural(int(found["num_kernels"]), "kernel")
-    else:
-        text = f"{average(per_step)} kernel{'' if per_step == 1 else 's'} per step"
+    text, more = plural(int(found["num_kernels"]), "kernel"), "of them"
+    if (per_step := found["num_kernel_launches_per_step"]) is not None:
+        text, more = f"{average(per_step)} kernel{'' if per_step == 1 else 's'} per step", "more"
     if found["num_unlaunched_kernels"]:
-        more = "of them" if per_step is None else "more"
         text += f", {found['num_unlaunched_kernels']:,} {more} without a launch in the trace"
     if found["num_graph_kernels"]:
         replays = plural(int(found["num_graph_launches"] or 0), "graph replay")

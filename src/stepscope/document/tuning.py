@@ -1,5 +1,6 @@
 """Builds a tuning as a document: the best point and its gain, the frontier, the path, what was not tried."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -43,10 +44,13 @@ def tuning_document(tuning: Tuning) -> Document:
     parts: list[Part] = [Facts(tuple(_facts(tuning)))]
     parts += [_frontier(tuning)] if tuning.frontier else []
     parts += [_path(tuning)] if tuning.moves else []
-    groups = {"not ranked": _not_ranked(tuning), "not tried": _not_tried(tuning), "notes": _notes(tuning)}
-    parts += [Facts(tuple(facts), title) for title, facts in groups.items() if facts]
-    if tuning.command:
-        parts.append(Facts((Fact("", tuning.command),), "to measure the best point again"))
+    groups = {
+        "not ranked": tuple(_not_ranked(tuning)),
+        "not tried": tuple(_not_tried(tuning)),
+        "notes": tuple(Fact("", note) for note in _notes(tuning)),
+        "to measure the best point again": (Fact("", tuning.command),) if tuning.command else (),
+    }
+    parts += [Facts(facts, title) for title, facts in groups.items() if facts]
     return Document("tuning", _headline(tuning), (Section("tuning", "", tuple(parts)),))
 
 
@@ -77,11 +81,11 @@ def _facts(tuning: Tuning) -> Iterator[Fact]:
         how = "measured in turns" if tuning.gain.is_measured_again else "from the search, which favors the best point"
         samples = f"{' and '.join(counts)} samples{' each' * (len(counts) == 1)}, {how}"
         yield Fact("gain", f"{_interval(tuning.gain)}, {p_text(tuning.gain.p_value)}; {samples}")
-    if best is not None:
+    if best is not None and best.memory_bytes is not None:
         budget = "" if tuning.budget_bytes is None else f" of {size(tuning.budget_bytes)}"
         plan = "" if best.predicted_bytes is None else f"; predicted {size(best.predicted_bytes)}"
-        if best.memory_bytes is not None:
-            yield Fact("memory", f"{size(best.memory_bytes)}{budget}{plan}")
+        yield Fact("memory", f"{size(best.memory_bytes)}{budget}{plan}")
+    if best is not None:
         yield Fact("loss", _loss(best))
     if tuning.lead is not None and tuning.runner_up is not None:
         second, lead = tuning.runner_up, tuning.lead
@@ -92,10 +96,9 @@ def _facts(tuning: Tuning) -> Iterator[Fact]:
     spent = f"{plural(tuning.num_rounds, 'round')} in {tuning.seconds:.0f} s of {tuning.limit_s:.0f} s, {stopped}"
     yield Fact("searched", f"{', '.join(tuning.axes)}: {spent}")
     pruned = sum(point.is_pruned for point in tuning.points)
-    counts_by_status = dict(tuning.num_by_status)
-    counts_by_status["skipped"] = counts_by_status.get("skipped", 0) - pruned
-    statuses = [f"{number} {status}" for status, number in counts_by_status.items() if number > 0]
-    statuses += [f"{pruned} pruned by their plan"] if pruned else []
+    by_status = Counter(tuning.num_by_status) - Counter(skipped=pruned)
+    by_status["pruned by their plan"] = pruned
+    statuses = [f"{number} {status}" for status, number in by_status.items() if number]
     yield Fact("points", f"{len(tuning.points)}: {', '.join(statuses)}")
 
 
@@ -141,39 +144,37 @@ def _path(tuning: Tuning) -> Table:
     return Table("path", "the path of the search", columns, num_shown=len(tuning.moves))
 
 
-def _not_ranked(tuning: Tuning) -> list[Fact]:
+def _not_ranked(tuning: Tuning) -> Iterator[Fact]:
     failed = [point for point in tuning.points if point.status != OK]
-    facts = []
     for point in failed[:NUM_FAILED]:
         reason = safe(point.reason or "no reason recorded", _REASON)
-        facts.append(Fact("pruned" if point.is_pruned else point.status, f"{turned_text(point.turned)}: {reason}"))
-    more = len(failed) - NUM_FAILED
-    return [*facts, Fact("", f"and {more} more: see --json")] if more > 0 else facts
+        yield Fact("pruned" if point.is_pruned else point.status, f"{turned_text(point.turned)}: {reason}")
+    if len(failed) > NUM_FAILED:
+        yield Fact("", f"and {len(failed) - NUM_FAILED} more: see --json")
 
 
-def _not_tried(tuning: Tuning) -> list[Fact]:
+def _not_tried(tuning: Tuning) -> Iterator[Fact]:
     by_reason: dict[str, list[str]] = {}
     for entry in tuning.not_tried:
         where = f"round {entry['round']}: {entry['reason']}" if entry["round"] else entry["reason"]
         by_reason.setdefault(where, []).append(turned_text(entry["turned"]))
-    return [Fact("", f"{', '.join(dict.fromkeys(names))}: {reason}") for reason, names in by_reason.items()]
+    for reason, names in by_reason.items():
+        yield Fact("", f"{', '.join(dict.fromkeys(names))}: {reason}")
 
 
-def _notes(tuning: Tuning) -> list[Fact]:
-    notes = list(tuning.notes)
-    best, gain = tuning.best, tuning.gain
-    dtype = best.turned.get("dtype") if best is not None else None
-    if dtype is not None:
-        notes.append(
-            f"dtype={dtype} rounds differently from the defaults. A few steps agree within its tolerance, "
+def _notes(tuning: Tuning) -> Iterator[str]:
+    yield from tuning.notes
+    turned = {} if tuning.best is None else tuning.best.turned
+    if turned.get("dtype") is not None:
+        yield (
+            f"dtype={turned['dtype']} rounds differently from the defaults. A few steps agree within its tolerance, "
             "which says little about a whole training run."
         )
-    if best is not None and "batch" in best.turned:
-        notes.append("Another batch size trains differently: tokens/s do not show how useful each step is.")
-    if gain is not None and not gain.is_measured_again:
-        notes.append("There was no time to measure the best point again; give it more with --minutes.")
-    limits = dict.fromkeys(point.mfu_limit for point in tuning.frontier if point.mfu_limit)
-    return [Fact("", text) for text in (*notes, *(f"MFU of {limit}" for limit in limits))]
+    if "batch" in turned:
+        yield "Another batch size trains differently: tokens/s do not show how useful each step is."
+    if tuning.gain is not None and not tuning.gain.is_measured_again:
+        yield "There was no time to measure the best point again; give it more with --minutes."
+    yield from dict.fromkeys(f"MFU of {point.mfu_limit}" for point in tuning.frontier if point.mfu_limit)
 
 
 def _interval(gain: Gain) -> str:

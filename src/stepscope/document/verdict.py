@@ -39,8 +39,7 @@ def verdict(recording: Recording, summary: Summary) -> str:
         return _without_samples(recording, summary)
     noise = summary.step_ns.ci_high - summary.step_ns.ci_low
     typical = milliseconds(summary.step_ns.median, noise)
-    what_else = _average_and_typical(summary, typical)
-    step = typical
+    what_else, step = _average_and_typical(summary, typical), typical
     if summary.loop is not None:  # the average, as the throughput is of it
         step = rounded(summary.loop.step_ns) if what_else else milliseconds(summary.loop.step_ns, noise)
     sentence = f"A step takes {step}{' on average' * bool(what_else)}"
@@ -48,16 +47,14 @@ def verdict(recording: Recording, summary: Summary) -> str:
         sentence += f" in the last {plural(summary.loop.num_measured, 'undisturbed step')}"
     if summary.throughput is not None:
         sentence += f" ({significant(summary.throughput.per_s)} {summary.throughput.unit}/s)"
-    if what_else:
-        sentence += what_else
+    sentence += what_else
     clauses = []
     shares = {row.name: row.share for row in summary.rows}
-    if IDLE in shares:
+    if IDLE in shares and shares[IDLE] < WORTH_SAYING:
+        clauses.append(f"the GPU is busy {percent(1 - shares[IDLE])} of it")
+    elif IDLE in shares:
         waits = max(summary.phases, key=lambda phase: (phase.device_ns or 0) - (phase.gpu_busy_ns or 0))
-        if shares[IDLE] >= WORTH_SAYING:
-            clauses.append(f"the GPU is idle {percent(shares[IDLE])} of it, mostly in {waits.name}")
-        else:
-            clauses.append(f"the GPU is busy {percent(1 - shares[IDLE])} of it")
+        clauses.append(f"the GPU is idle {percent(shares[IDLE])} of it, mostly in {waits.name}")
     parts = {name: share for name, share in shares.items() if name not in (IDLE, UNATTRIBUTED)}
     if parts:
         largest = max(parts, key=lambda name: parts[name])
@@ -126,7 +123,9 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
     if recording.status == "failed":
         if needs_launcher(recording):
             return "The script ended before its first step: it is one of several ranks and expects to be launched."
-        return f"The script ended before its first step{_how_it_failed(recording)}. Run it again once that is fixed."
+        code = recording.facts.get("exit_code")
+        how = "" if code is None else f", with exit code {code}: its own message says why"
+        return f"The script ended before its first step{how}. Run it again once that is fixed."
     if num_children := recording.facts.get("num_child_processes") or 0:
         return (
             f"No step was found in this process or in the {plural(num_children, 'process', 'processes')} it started. "
@@ -141,11 +140,6 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
 def needs_launcher(recording: Recording) -> bool:
     """Return whether a script failed because nothing told it its rank, as torchrun does."""
     return "environment variable RANK expected" in (recording.facts.get("exception") or "")
-
-
-def _how_it_failed(recording: Recording) -> str:
-    code = recording.facts.get("exit_code")
-    return f", with exit code {code}: its own message says why" if isinstance(code, int) else ""
 
 
 def trace_verdict(account: RankAccount) -> str:
@@ -190,9 +184,8 @@ def _how_busy(account: RankAccount) -> str:
 
 
 def _without_gpu(account: RankAccount) -> str:
-    no_work = "The trace has no GPU work"
-    if account.is_cut_off:
-        no_work = "The trace file is cut off before any GPU event, so GPU work may be missing"
+    cut_off = "The trace file is cut off before any GPU event, so GPU work may be missing"
+    no_work = cut_off if account.is_cut_off else "The trace has no GPU work"
     phases = account.phases.sort("host_ns", descending=True).row(0, named=True)
     if not phases["host_ns"]:
         return f"{no_work} and no ops."

@@ -36,10 +36,10 @@ def verification_document(found: Verification) -> Document:
         *(Fact("warning", warning) for warning in found.warnings),
     )
     ordered = sorted(found.fixes, key=lambda each: (verify.STATUSES.index(each.status), _rank(each)))
-    sections = [Section("baseline", "", (Facts(about),))]
-    for each in ordered:
-        sections.append(Section(each.fix, f"Fix {each.fix}: {_verdict(each)}", (Facts(tuple(_facts(each))),)))
-    return Document("verification", headline(found), tuple(sections))
+    fixes = [
+        Section(each.fix, f"Fix {each.fix}: {_verdict(each)}", (Facts(tuple(_facts(each))),)) for each in ordered
+    ]
+    return Document("verification", headline(found), (Section("baseline", "", (Facts(about),)), *fixes))
 
 
 def headline(found: Verification) -> str:
@@ -97,11 +97,8 @@ def _facts(each: Verified) -> Iterator[Fact]:
     if each.left and each.status != verify.NOT_APPLIED:
         yield Fact("not applied", _counts(each.left))
     if any(abs(after - before) > 0.005 for before, after in each.products.values()):
-        percents = {
-            name: f"{whole_percent(old)} → {whole_percent(new)}" for name, (old, new) in each.products.items()
-        }
-        shares = ", ".join(f"{name} {text}" for name, text in percents.items())
-        yield Fact("dtypes", f"share of the FLOPs per step: {shares}")
+        shares = [f"{name} {whole_percent(old)} → {whole_percent(new)}" for name, (old, new) in each.products.items()]
+        yield Fact("dtypes", f"share of the FLOPs per step: {', '.join(shares)}")
     if each.warmup_extra_ns is not None and each.warmup_extra_ns > _LEAST_WARMUP_NS:
         back = "" if each.pays_after_steps is None else f"; it pays off after {plural(each.pays_after_steps, 'step')}"
         yield Fact("warm-up", f"{duration(each.warmup_extra_ns, 3)} longer{back}")

@@ -34,11 +34,10 @@ class WholeRun:
 
     @classmethod
     def of(cls, session: Session, price_per_hour: float | None = None) -> "WholeRun":
-        run = session.run
-        own = goodput_of(session)
-        found = own, job_of(session, own), tuple(findings_over_time(run))
+        run, own = session.run, goodput_of(session)
         peak = _peak_texts(run, session.recording.facts.get("memory") or {})
-        return cls(*found, price_per_hour, peak, run.core_wait_share)
+        findings = tuple(findings_over_time(run))
+        return cls(own, job_of(session, own), findings, price_per_hour, peak, run.core_wait_share)
 
     def to_json(self) -> dict[str, Any]:
         cost = None
@@ -109,8 +108,7 @@ def _peak_texts(run: Run, first: Mapping[str, Any]) -> tuple[str, str] | None:
 def goodput_bars(found: Goodput) -> Bars:
     """Return the wall-clock time by what took it, training first."""
     rows = sorted(found.rows.items(), key=lambda row: (row[0] != TRAINING, -row[1]))
-    series = (Series("time", [ns for _, ns in rows]),)
+    labels, times = zip(*rows)
     title = f"where the time since the start goes ({span(found.wall_ns)})"
     caption = f"Goodput: {percent(found.share)}. Stepscope's own work (measuring) is left out of it."
-    labels = [name for name, _ in rows]
-    return Bars("goodput", title, labels, series, "time_ns", caption=caption)
+    return Bars("goodput", title, labels, (Series("time", times),), "time_ns", caption=caption)

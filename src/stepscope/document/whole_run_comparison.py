@@ -47,25 +47,16 @@ def whole_run_parts(runs: WholeRuns) -> Iterator[Part]:
 
 
 def _losses(id: str, title: str, points: tuple[LossAt, ...], name: str, text: Callable[[float], str]) -> Table:
+    is_noise = [0 < abs(point.new - point.base) <= point.noise for point in points]
     columns = {
         name: [text(point.at) for point in points],
         "base": [significant(point.base, 4) for point in points],
         "new": [significant(point.new, 4) for point in points],
-        "change": [_loss_change(point) for point in points],
+        "change": ["within noise" if noise else _change(p.base, p.new) for p, noise in zip(points, is_noise)],
     }
-    return Table(
-        id,
-        title,
-        columns,
-        num_shown=len(points),
-        note=f"losses that both runs sampled at the same {name}, within 1 %; medians if there are several. Losses of "
-        "different batches differ by noise",
-    )
-
-
-def _loss_change(point: LossAt) -> str:
-    is_noise = 0 < abs(point.new - point.base) <= point.noise
-    return "within noise" if is_noise else _change(point.base, point.new)
+    note = f"losses that both runs sampled at the same {name}, within 1 %; medians if there are several. "
+    note += "Losses of different batches differ by noise"
+    return Table(id, title, columns, num_shown=len(points), note=note)
 
 
 def _change(base: float, new: float) -> str:

@@ -13,11 +13,8 @@ from stepscope.session import Session
 from stepscope.session.reports import AttentionReport
 
 NONE = "no scaled_dot_product_attention or FlexAttention call found; handwritten attention shows as ordinary ops"
-SOURCES = {
-    "torch": "PyTorch's own message",
-    "recorded": "seen while the script ran",
-    "derived": "PyTorch's documented rules",
-}
+SOURCES = {"torch": "PyTorch's own message", "recorded": "seen while the script ran",
+           "derived": "PyTorch's documented rules"}  # fmt: skip
 
 
 def parts(session: Session) -> tuple[Part, ...]:
@@ -35,7 +32,6 @@ def attention_document(report: AttentionReport) -> Document:
 
 
 def _verdict(report: AttentionReport) -> str:
-    """Return how many calls there are per step, on which backends, and what they take of a step."""
     calls: Counter[str] = Counter()
     for row in report.rows:
         calls[backend_name(row.call)] += row.call["num_calls"] or 0
@@ -111,7 +107,5 @@ def _sizes(call: Mapping[str, Any]) -> str:
     """Return `8×16×4096×4096×64`: batch, heads, queries, keys, head size."""
     if call["batch"] is None:
         return "of unknown shape"
-    heads = f"{call['num_heads']}"
-    if call["num_key_heads"] is not None and call["num_key_heads"] != call["num_heads"]:
-        heads += f"/{call['num_key_heads']}"
-    return f"{call['batch']}×{heads}×{call['num_queries']}×{call['num_keys']}×{call['head_size']}"
+    own = "" if call["num_key_heads"] in (None, call["num_heads"]) else f"/{call['num_key_heads']}"
+    return f"{call['batch']}×{call['num_heads']}{own}×{call['num_queries']}×{call['num_keys']}×{call['head_size']}"

@@ -17,25 +17,19 @@ from stepscope.formatting import average, count, duration, percent, plural, safe
 from stepscope.session import Session
 from stepscope.trace.compile_file import count_of, entries
 
-STAGES = {
-    "dynamo": "reading Python",
-    "autograd": "the backward graph",
-    "inductor": "fusing, writing code",
-    "kernels": "Triton or C++",
-}
+STAGES = {"dynamo": "reading Python", "autograd": "the backward graph", "inductor": "fusing, writing code",
+          "kernels": "Triton or C++"}  # fmt: skip
 _LISTS = {
     "graph_breaks": ("graph breaks", "place reason whole_function_runs_eagerly:runs_eagerly num_times"),
     "recompile_limit_hits": (
-        "functions that hit the recompile limit and now run eagerly",
-        "function:frame num_times",
+        "functions that hit the recompile limit and now run eagerly", "function:frame num_times",
     ),
     "dynamic_dimensions": (
-        "sizes compiled for any value",
-        "size:source seen_when_compiling:sizes first_used_at:place",
+        "sizes compiled for any value", "size:source seen_when_compiling:sizes first_used_at:place",
     ),
     "cuda_graph_skips": ("skipped CUDA graphs", "reason num_times"),
     "failures": ("failed compiles", "place reason num_times"),
-}
+}  # fmt: skip
 """Lists of a summary: title, and the columns of its table."""
 VERDICTS = {"ok": "same", "wrong": "differs"}
 
@@ -43,12 +37,12 @@ VERDICTS = {"ok": "same", "wrong": "differs"}
 def parts(session: Session) -> tuple[Part, ...]:
     """Return what `compile.json` has, and the regions of compiled code that the trace shows."""
     report = compiler_report(session.case)
+    in_trace = (*_regions(report), *_entering(session))
     if report.summary is not None:
-        verdict = Text(summary_verdict(report.summary))
-        return (verdict, *summary_parts(report.summary), *_recorded(session), *_regions(report), *_entering(session))
+        return (*_with_verdict(report.summary), *_recorded(session), *in_trace)
     if report.regions:
         notes = [Missing(note) if note == TRACE_ALONE else Text(note) for note in report.notes]
-        return (*_regions(report), *_entering(session), *([] if session.is_recording else notes))
+        return (*in_trace, *([] if session.is_recording else notes))
     if session.is_recording:
         path = shlex.quote(str(session.path))
         raise Unavailable(
@@ -56,6 +50,11 @@ def parts(session: Session) -> tuple[Part, ...]:
             f"`stepscope verify {path} --fix compile` measures what it would save"
         )
     raise Unavailable("the trace shows no compiled code. Call torch.compile(model) and record again")
+
+
+def _with_verdict(summary: CompilerSummary) -> Iterator[Part]:
+    yield Text(summary_verdict(summary))
+    yield from summary_parts(summary)
 
 
 def compiler_document(report: CompilerReport) -> Document:
@@ -150,11 +149,8 @@ def _cell(value: Any) -> Value:
 
 
 def _recorded(session: Session) -> Iterator[Table]:
-    """Yield every recompile with its guards, and the steps in which something was compiled."""
-    names = "place function:frame guards_that_failed:failed_guards"
-    yield from _list(
-        "recompiles", "recompiles", entries(session.case.compile_report, "recompiles"), names, page_only=True
-    )
+    names, found = "place function:frame guards_that_failed:failed_guards", session.case.compile_report
+    yield from _list("recompiles", "recompiles", entries(found, "recompiles"), names, page_only=True)
     if compiling := [sample for sample in session.recording.samples if sample.num_compiles]:
         columns = columns_of(compiling, "step window host_ns:wall_ns num_compiles")
         note = "left out of the clean steps' figures"
@@ -170,7 +166,6 @@ def _regions(report: CompilerReport) -> Iterator[Table]:
 
 
 def _entering(session: Session) -> Iterator[Facts]:
-    """Yield how often compiled code is entered, and what broken graphs cost."""
     try:
         case = session.case
         regions, num_steps = case.compiled_regions, case.num_steps
@@ -239,8 +234,7 @@ def _check_parts(row: Mapping[str, Any]) -> Iterator[Part]:
     )
     yield Table("check_shapes", "Compiled against eager code", without_empty(columns))
     if (summary := _check_summary(row)) is not None:
-        yield Text(summary_verdict(summary))
-        yield from summary_parts(summary)
+        yield from _with_verdict(summary)
     if len(row.get("shapes") or ()) == 1 and row["status"] == "ok":
         yield Text("Only one shape was checked. Name a knob with two values, such as --shapes batch=4,6.")
 

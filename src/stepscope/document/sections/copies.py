@@ -53,7 +53,6 @@ def _whole(report: CopiesReport) -> str:
 
 
 def _notes(report: CopiesReport) -> Iterator[Part]:
-    """Yield what autocast casts of weights, if any, and what the trace does not have."""
     if (casts := report.weight_casts) is not None:
         text = (
             f"Autocast casts {size(casts.weight_bytes)} of weights to {size(casts.cast_bytes)} "

@@ -11,6 +11,8 @@ from stepscope.session import Session
 from stepscope.trace.recording import CounterSample, Recording
 
 _GAUGES = ("gpu_busy_share", "memory_controller_busy_share", "power_watts", "sm_clock_mhz", "memory_clock_mhz")
+_ON_CPU = "the run was on a CPU, which has no NVML: `stepscope run train.py` on an NVIDIA GPU samples its counters"
+_NO_COUNTERS = "no counters were sampled: they need an NVIDIA GPU with NVML; `stepscope doctor` checks it"
 _IDLE = "gpu_idle"
 _FREE = "not throttled"
 _CHARTS = (
@@ -28,11 +30,7 @@ def parts(session: Session) -> tuple[Part, ...]:
     recording = session.recording
     if not recording.counters:
         on_cpu = mapping(recording.facts.get("environment")).get("device") == "cpu"
-        raise Unavailable(
-            "the run was on a CPU, which has no NVML: `stepscope run train.py` on an NVIDIA GPU samples its counters"
-            if on_cpu
-            else "no counters were sampled: they need an NVIDIA GPU with NVML; `stepscope doctor` checks it"
-        )
+        raise Unavailable(_ON_CPU if on_cpu else _NO_COUNTERS)
     return (*_summary(session), *_charts(recording), *_processes(recording), _samples(recording))
 
 
@@ -79,12 +77,11 @@ def _charts(recording: Recording) -> Iterator[Lines]:
     for id, title, y, names in _CHARTS:
         series, num_points = [], 0
         for name, field in names.items():
-            found = [
-                (one.t_ns - origin, float(value)) for one in counters if (value := getattr(one, field)) is not None
-            ]
-            if found:
-                series.append(thinned(name, *zip(*found)))
-            num_points += len(found)
+            known = [one for one in counters if getattr(one, field) is not None]
+            if known:
+                times, values = [one.t_ns - origin for one in known], [float(getattr(one, field)) for one in known]
+                series.append(thinned(name, times, values))
+            num_points += len(known)
         values = [value for value in series[0].y if value is not None] if series else []
         if not values or (id == "driver_memory" and cell(y, min(values)) == cell(y, max(values))):
             continue
@@ -107,11 +104,9 @@ def _by_reason(counters: Sequence[CounterSample], origin: int) -> tuple[Series, 
 
 
 def _processes(recording: Recording) -> Iterator[Table]:
-    others = mapping(recording.facts.get("counters")).get("other_processes")
-    if rows := [one for one in others if isinstance(one, dict)] if isinstance(others, list) else []:
-        columns = columns_of(rows, "process:name pid used_bytes")
-        plain_columns = {name: [plain(value) for value in values] for name, values in columns.items()}
-        yield Table("other_processes", "other processes on this GPU", plain_columns, note="when the run ended")
+    if others := mapping(recording.facts.get("counters")).get("other_processes"):
+        columns = columns_of(others, "process:name pid used_bytes")
+        yield Table("other_processes", "other processes on this GPU", columns, note="when the run ended")
 
 
 def _samples(recording: Recording) -> Table:

@@ -26,15 +26,11 @@ _SYNCS = "kind call op num_calls num_calls_per_step total_ns busy_ns wait_ns idl
 def parts(session: Session) -> tuple[Part, ...]:
     """Return classes, names and sizes of kernels; launches and the queue; ops, copies and synchronization."""
     account = session.analysis.ranks[0]
+    ops = () if account.ops.is_empty() else (op_table(account),)
     if not account.gpu_time.window_ns:
-        ops = () if account.ops.is_empty() else (op_table(account),)
         return (Missing(no_gpu(account)), *ops)
-    tables = (
-        kernel_table(account),
-        table_of(account.kernel_sizes, "kernel_sizes", "kernels by duration"),
-        *([] if account.ops.is_empty() else [op_table(account)]),
-        *_copies_and_syncs(account),
-    )
+    sizes = table_of(account.kernel_sizes, "kernel_sizes", "kernels by duration")
+    tables = (kernel_table(account), sizes, *ops, *_copies_and_syncs(account))
     return (Text(work_text(account)), Facts(tuple(work_facts(account))), *_charts(account), *tables)
 
 
@@ -79,7 +75,6 @@ def with_titles(account: RankAccount, table: pl.DataFrame, column: str) -> pl.Da
 
 
 def _charts(account: RankAccount) -> Iterator[Part]:
-    """Yield GPU time by class and by kernel, the share of matrix products, kernels by duration, and the queue."""
     classes = account.kernel_classes
     labels, series = [class_name(name) for name in classes["class"]], _one("GPU time", classes["total_ns"])
     yield Bars("kernel_classes", "GPU time by class of kernel", labels, series, "total_ns")

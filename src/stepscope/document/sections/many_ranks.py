@@ -14,12 +14,8 @@ MANY = 32
 """More ranks than these are not drawn one by one."""
 _MOST_BLOCKS = 32
 _WORTH_A_NAME = 0.05  # of a step: such a cell of a block names its rank
-_COLORS = {
-    "GPU compute": "forward",
-    "GPU communication": "communication",
-    "GPU copies": "memset_memcpy",
-    "GPU idle": "idle",
-}
+_COLORS = {"GPU compute": "forward", "GPU communication": "communication", "GPU copies": "memset_memcpy",
+           "GPU idle": "idle"}  # fmt: skip
 
 
 def numbers(ranks: Sequence[int]) -> str:
@@ -54,7 +50,6 @@ def parts(analysis: Analysis) -> Iterator[Part]:
 
 
 def _sorted(table: pl.DataFrame) -> Iterator[Lines]:
-    """Yield the GPU's time of all ranks, those that take longest first."""
     names = [name for name in _COLORS if name in table.columns]
     if not names:
         return
@@ -62,9 +57,8 @@ def _sorted(table: pl.DataFrame) -> Iterator[Lines]:
     places = [float(place) for place in range(1, table.height + 1)]
     series = tuple(Series(name, ordered[name].to_list(), places, _COLORS[name]) for name in names)
     caption = f"All {plural(table.height, 'rank')}, the slowest first."
-    yield Lines(
-        "rank_distribution", "GPU time of all ranks", "place", "time_ns", series, style="areas", caption=caption
-    )
+    title = "GPU time of all ranks"
+    yield Lines("rank_distribution", title, "place", "time_ns", series, style="areas", caption=caption)
 
 
 def _heat(long: pl.DataFrame) -> Heat:
@@ -72,11 +66,12 @@ def _heat(long: pl.DataFrame) -> Heat:
     rows = blocks.select("first", "last").unique(maintain_order=True).rows()
     labels = [f"{first}" if first == last else f"{first}-{last}" for first, last in rows]
     names = long["part"].unique(maintain_order=True).to_list()
-    cells = {(first, part): (rank, share) for first, part, rank, share in
-             blocks.select("first", "part", "rank", "excess_share").iter_rows()}  # fmt: skip
-    values = [[cells[first, name][1] for name in names] for first, _ in rows]
+    found = blocks.select("first", "part", "rank", "excess_share").iter_rows()
+    by_place = {(first, part): (rank, share) for first, part, rank, share in found}
+    cells = [[by_place[first, name] for name in names] for first, _ in rows]
     is_block = any(first != last for first, last in rows)
-    texts = [[_text(*cells[first, name], is_block) for name in names] for first, _ in rows]
+    values = [[share for _, share in row] for row in cells]
+    texts = [[_text(*cell, is_block) for cell in row] for row in cells]
     worst = long.sort("excess_share", "rank", descending=[True, False]).row(0, named=True)
     whose = ", of the slowest rank of each row" * is_block
     caption = (

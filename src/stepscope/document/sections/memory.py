@@ -42,9 +42,8 @@ def parts(session: Session) -> tuple[Part, ...]:
 def memory_document(analysis: MemoryAnalysis, num_rows: int = NUM_MODULES) -> Document:
     """Return the memory of the first source; of two recordings, also how memory grows from one to the other."""
     report = analysis.reports[0]
-    sections = [
-        Section("memory", f"Memory of {Path(report.path).name}", tuple(_tables(report, num_rows, MOST_STAGES)))
-    ]
+    tables = tuple(_tables(report, num_rows, MOST_STAGES))
+    sections = [Section("memory", f"Memory of {Path(report.path).name}", tables)]
     if analysis.growth is not None:
         sections.append(_growth(analysis.growth, [Path(each.path).name for each in analysis.reports], num_rows))
     return Document(f"Memory of {report.path}", " ".join(_sentences(report)), tuple(sections))
@@ -107,18 +106,17 @@ def _stages(found: Account, most: int | None) -> Iterator[Table]:
     """Yield the stages of the step, or the `most` of them around the peak."""
     if len(found.stages) < 2:
         return
-    highest, first = max(stage.peak_bytes for stage in found.stages), 0
-    if most is not None:
-        place = sum(stage.first_event <= found.peak_event for stage in found.stages)
-        first = max(0, min(place - most // 2, len(found.stages) - most))
-    stages = found.stages[first : None if most is None else first + most]
+    highest, num = max(stage.peak_bytes for stage in found.stages), len(found.stages)
+    place, most = sum(stage.first_event <= found.peak_event for stage in found.stages), most or num
+    first = max(0, min(place - most // 2, num - most))
+    stages = found.stages[first : first + most]
     columns = columns_of(
         stages,
         "stage when_it_ended_bytes:after_bytes at_most_bytes:peak_bytes has_the_peak",
         stage=lambda stage: in_words(stage.name),
         has_the_peak=lambda stage: stage.peak_bytes == highest,
     )
-    note = f"{len(stages)} of {len(found.stages)} stages, around the peak" if len(stages) < len(found.stages) else ""
+    note = f"{len(stages)} of {num} stages, around the peak" if len(stages) < num else ""
     yield Table("memory_stages", "Memory by stage", columns, 24, note)
 
 
@@ -225,25 +223,23 @@ def _facts(report: MemoryReport) -> Iterator[Fact]:
     found, live = report.account, report.account.live_at_peak
     for title, parts in (("by phase", live.by_phase), ("by dtype", live.by_dtype)):
         known = [part for part in parts if part.name != REMAINDER]
-        if [part for part in known if part.name is not None] and report.source != SNAPSHOT:
+        if any(part.name is not None for part in known) and report.source != SNAPSHOT:
             yield Fact(title, ", ".join(f"{in_words(part.name)} {percent(part.share)}" for part in known))
     if found.symbols:
         yield Fact("formulas", _symbols(found))
-    if known_owners := [large for large in found.largest_by_owner if large.owner is not None]:
-        texts = [f"{in_words(large.owner)} {size(large.bytes)}" for large in known_owners]
-        held = [large.caller if large.op == BEFORE_THE_WINDOW else None for large in known_owners]
-        largest = ", ".join(f"{text} ({name})" if name else text for text, name in zip(texts, held))
-        yield Fact("largest tensor of", largest)
+    owned = [large for large in found.largest_by_owner if large.owner is not None]
+    held = [f" ({one.caller})" if one.op == BEFORE_THE_WINDOW and one.caller else "" for one in owned]
+    if texts := [f"{in_words(one.owner)} {size(one.bytes)}{by}" for one, by in zip(owned, held)]:
+        yield Fact("largest tensor of", ", ".join(texts))
     yield from _allocator(found)
     if report.snapshot_end:
         yield from _end(report.snapshot_end)
     for part in [part for part in found.held if part.num_allocations > 1][:MOST_HELD]:
         yield Fact("held", f"{size(part.bytes)} in {plural(part.num_allocations, 'tensor')} at {part.name}")
-    for device, num_bytes in found.other_devices.items():
-        yield Fact("other device", f"{size(num_bytes)} at most on {device}")
+    others = found.other_devices.items()
+    yield from (Fact("other device", f"{size(num_bytes)} at most on {device}") for device, num_bytes in others)
     yield Fact("recorded", f"{plural(found.num_allocations, 'allocation')} on {safe(found.device, 20)}")
-    for note in report.notes:
-        yield Fact("note", note)
+    yield from (Fact("note", note) for note in report.notes)
 
 
 def _symbols(found: Account) -> str:

@@ -136,13 +136,11 @@ def _memory(report: MemoryReport) -> Iterator[Part]:
     root.add([OUTSIDE], outside, "unattributed")
     if remainder > 0:
         root.add([REMAINDER], remainder, "unattributed")
-    where, elsewhere = "in modules", "outside of them"
+    places = {"in modules": inside, "outside of them": outside}
     if report.source != RECORDING:
-        where, elsewhere = "allocated in modules during the trace", "outside of them or before"
-    text = (
-        f"{size(found.peak_bytes)} at the peak: {size(inside)} ({percent(inside / whole)}) {where}, "
-        f"{size(outside)} ({percent(outside / whole)}) {elsewhere}"
-    )
-    text += f", {size(remainder)} in no tensor ({REMAINDER})" if remainder else ""
+        places = {"allocated in modules during the trace": inside, "outside of them or before": outside}
+    texts = [f"{size(num_bytes)} ({percent(num_bytes / whole)}) {where}" for where, num_bytes in places.items()]
+    texts += [f"{size(remainder)} in no tensor ({REMAINDER})"] if remainder else []
+    caption = f"{size(found.peak_bytes)} at the peak: {', '.join(texts)}."
     title, nodes = "memory at the peak by module", root.nodes("at the peak")
-    yield Tree("modules_memory", title, "icicle", "peak_bytes", nodes, caption=f"{text}.")
+    yield Tree("modules_memory", title, "icicle", "peak_bytes", nodes, caption=caption)

@@ -53,11 +53,9 @@ def parts(session: Session) -> tuple[Part, ...]:
 
 
 def _recordings(session: Session) -> Iterator[Part]:
-    """Yield the steps of each rank's own recording, under torchrun."""
     if not session.is_recording or not (ranks := session.rank_recordings):
         return
-    first = mapping(session.recording.facts.get("environment")).get("rank")
-    rows = [_recorded(plain(first), session)]
+    rows = [_recorded(plain(mapping(session.recording.facts.get("environment")).get("rank")), session)]
     for rank, each in ranks.items():
         rows.append(_recorded(rank, each))
         each.release()
@@ -106,17 +104,14 @@ num_steps:num_calls num_agreeing is_contradicted"
 
 
 def _recorded(rank: Value, session: Session) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(("rank", "device", "status", "num_steps", "step_ns", "low_ns", "high_ns"))
-    row["rank"] = rank
+    names = ("rank", "device", "status", "num_steps", "step_ns", "low_ns", "high_ns")
     try:
         recording, summary = session.recording, session.summary
     except RecordingError as error:
-        return {**row, "status": str(error)}
-    row["device"] = plain(mapping(recording.facts.get("environment")).get("device_name"))
-    row["status"], row["num_steps"] = recording.status, summary.num_steps
-    if (step := summary.step_ns) is not None:
-        row["step_ns"], row["low_ns"], row["high_ns"] = step.median, step.ci_low, step.ci_high
-    return row
+        return {**dict.fromkeys(names), "rank": rank, "status": str(error)}
+    device = plain(mapping(recording.facts.get("environment")).get("device_name"))
+    times = (None,) * 3 if (step := summary.step_ns) is None else (step.median, step.ci_low, step.ci_high)
+    return dict(zip(names, (rank, device, recording.status, summary.num_steps, *times)))
 
 
 def _gpu_time(across: AcrossRanks) -> Iterator[Part]:
@@ -190,12 +185,11 @@ def _collectives(analysis: Analysis) -> Iterator[Part]:
             for (kind,), of in kinds.items()
         )
         caption = f"The fastest is {best['collective']} with {cell(rate, best[rate])}, waiting included."
-        how: dict[str, Any] = {"style": "dots", "log_x": True, "log_y": True, "caption": caption}
-        yield Lines("collectives", "bandwidth of collectives by size", "bytes", rate, series, **how)
-    note = (
-        "bandwidth over the whole kernel time, waiting included; best: of the call that waited least; exposed: not "
-    )
-    yield table_of(table, "collectives", "collectives by size", note=f"{note}overlapped by compute")
+        title = "bandwidth of collectives by size"
+        yield Lines("collectives", title, "bytes", rate, series, (), "dots", True, True, caption=caption)
+    note = "bandwidth over the whole kernel time, waiting included; best: of the call that waited least; "
+    note += "exposed: not overlapped by compute"
+    yield table_of(table, "collectives", "collectives by size", note=note)
 
 
 def _clocks(across: AcrossRanks) -> Iterator[Table]:
@@ -204,5 +198,5 @@ def _clocks(across: AcrossRanks) -> Iterator[Table]:
     yield table_of(across.clocks, "clocks", "clocks of the ranks", names, _MOST_RANKS, note=note)
     lost = across.matched.unmatched
     if lost.height:
-        reasons = lost.with_columns(pl.col("reason").replace_strict(REASONS, default=None).alias("meaning"))
+        reasons = lost.with_columns(meaning=pl.col("reason").replace_strict(REASONS, default=None))
         yield table_of(reasons, "unmatched_collectives", "collectives without a match")

@@ -38,9 +38,8 @@ def parts(session: Session) -> tuple[Part, ...]:
     if not account.gpu_time.window_ns:
         return (Missing(f"the roofline needs GPU work: {no_gpu(account)}"),)
     if not account.roofline_summary.known_ns:
-        return (
-            Missing("the trace has no shapes of ops: record with profile(record_shapes=True) or `stepscope run`"),
-        )
+        why = "the trace has no shapes of ops: record with profile(record_shapes=True) or `stepscope run`"
+        return (Missing(why),)
     limits, rows = _limits(account.device_name or ""), _with_classes(account)
     charts = (*_flops(rows, limits), *_bandwidth(rows, limits), *_at_limit(account))
     return (*_device(account, limits), *charts, _table(account, rows))
@@ -82,13 +81,10 @@ def _device(account: RankAccount, limits: Limits | None) -> Iterator[Part]:
 
 
 def _with_classes(account: RankAccount) -> pl.DataFrame:
-    """Return the rows with the class of their longest kernel and its short name."""
     classes = dict(account.top_kernels.select("name", pl.col("class").cast(pl.String)).iter_rows())
     names = [classes.get(name) or "other" for name in account.roofline["kernel"].cast(pl.String)]
-    rows = account.roofline.with_columns(
-        pl.Series("class", names, dtype=pl.String), pl.col("op", "shapes").cast(pl.String)
-    )
-    return with_titles(account, rows, "kernel")
+    kinds, texts = pl.Series("class", names, pl.String), pl.col("op", "shapes").cast(pl.String)
+    return with_titles(account, account.roofline.with_columns(kinds, texts), "kernel")
 
 
 def _worth(rows: pl.DataFrame) -> pl.DataFrame:
@@ -102,7 +98,6 @@ def _dots(drawn: pl.DataFrame, x: str, y: str) -> tuple[Dot, ...]:
 
 
 def _coverage(drawn: pl.DataFrame, rows: pl.DataFrame) -> str:
-    """Return how much of the GPU work is in a chart."""
     few = f" of {rows.height:,}, those with the most time" if rows.height > drawn.height else ""
     return f"{plural(drawn.height, 'op')}{few}, {percent(float(drawn['time_share'].sum()))} of the GPU work."
 
@@ -113,10 +108,8 @@ def _flops(rows: pl.DataFrame, limits: Limits | None) -> Iterator[Part]:
     others = float(rows.filter(pl.col("flops") == 0, pl.col("bytes") > 0)["time_share"].sum())
     rest = f" Another {percent(others)} has no FLOPs and is in the next chart." if others else ""
     if drawn.is_empty():
-        share = percent(float(found["time_share"].sum()))
-        yield Text(
-            f"Ops whose FLOPs and bytes are both known take {share} of the GPU work, too little to draw.{rest}"
-        )
+        share = f"{percent(float(found['time_share'].sum()))} of the GPU work"
+        yield Text(f"Ops whose FLOPs and bytes are both known take {share}, too little to draw.{rest}")
         return
     best = drawn.sort("flops_per_s", descending=True).row(0, named=True)
     fastest = f" The fastest, {safe(best['op'], 60)}, reaches {cell('flops_per_s', best['flops_per_s'])}."
@@ -162,11 +155,9 @@ def _at_limit(account: RankAccount) -> Iterator[Bars]:
     table = time_at_limit(account.roofline, account.top_kernels)
     placed_ns = summary.compute_ns + summary.memory_ns + summary.neither_ns
     above_ns = int(table["above_limit_ns"].sum())
-    series: tuple[Series, ...] = (
-        Series("at the limit", table["at_limit_ns"].to_list()),
-        Series("above it", table["above_limit_ns"].to_list()),
-        Series("unknown", table["unknown_ns"].to_list(), color="other"),
-    )
+    parts = {"at the limit": "at_limit_ns", "above it": "above_limit_ns", "unknown": "unknown_ns"}
+    colors = {"unknown": "other"}
+    series = tuple(Series(name, table[ns].to_list(), color=colors.get(name)) for name, ns in parts.items())
     reached = f"At their limits the ops would take {percent(summary.limit_share)} of {duration(placed_ns)}"
     labels, title = [class_name(name) for name in table["class"]], "time at the hardware limit by class of kernel"
     caption = f"{reached}; {duration(above_ns)} is above."

@@ -43,7 +43,6 @@ def parts(session: Session, price_per_hour: float | None = None) -> tuple[Part, 
 
 
 def _marks(run: Run) -> Iterator[Mark]:
-    """Yield changes of the step time, windows and restarts, and the longest events."""
     for change, step, _ in step_changes(run):
         yield Mark(step, f"{'+' if change.share > 0 else '−'}{percent(abs(change.share))}")
     always = [each for each in run.happenings if each.kind in (RESTART, "window")]

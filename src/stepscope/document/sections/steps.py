@@ -66,11 +66,10 @@ def _by_window(steps: Sequence[TimedStep]) -> dict[str, list[TimedStep]]:
 
 
 def _facts(steps: Sequence[TimedStep], summary: Summary) -> Iterator[Fact]:
-    if summary.step_ns is not None:
-        mean, noise = summary.step_ns.mean, summary.step_ns.ci_high - summary.step_ns.ci_low
-        yield Fact("mean", milliseconds(mean, noise), f"standard deviation {duration(summary.step_ns.std, 2)}")
-    if summary.host_step_ns is not None and summary.clock == "device":
-        host = summary.host_step_ns
+    if (step := summary.step_ns) is not None:
+        mean = milliseconds(step.mean, step.ci_high - step.ci_low)
+        yield Fact("mean", mean, f"standard deviation {duration(step.std, 2)}")
+    if (host := summary.host_step_ns) is not None and summary.clock == "device":
         yield Fact("host", milliseconds(host.median, host.ci_high - host.ci_low), "median on the host clock")
     if warmup := summary.warmup_ns:
         last = f", the last of {len(warmup)} {duration(warmup[-1], 3)}" if len(warmup) > 1 else ""
@@ -86,8 +85,7 @@ def _facts(steps: Sequence[TimedStep], summary: Summary) -> Iterator[Fact]:
 
 def _over_time(steps: Sequence[TimedStep], summary: Summary) -> Lines:
     groups = _by_window([step for step in steps if not step.sample.num_compiles])
-    if compiling := [step for step in steps if step.sample.num_compiles]:
-        groups["compiling"] = compiling
+    groups |= {"compiling": compiling} if (compiling := [step for step in steps if step.sample.num_compiles]) else {}
     series = tuple(
         thinned(name, [step.sample.step for step in group], [float(step.step_ns) for step in group])
         for name, group in groups.items()
@@ -120,7 +118,6 @@ def _phases(clean: Sequence[TimedStep]) -> Iterator[Lines]:
 
 
 def _names(steps: Sequence[TimedStep]) -> list[str]:
-    """Return the phases in which any of the steps spent time."""
     return [name for name in (*PHASES, UNATTRIBUTED) if any(step.phases_ns.get(name) for step in steps)]
 
 
@@ -137,14 +134,15 @@ def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
 
 
 def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) -> Iterator[Part]:
+    if not found and summary.num_clean < step_times.FEWEST:
+        few = plural(summary.num_clean, "clean step is", "clean steps are")
+        yield Text(f"{few} too few to find outliers.")
+        return
     if not found:
-        text = f"{plural(summary.num_clean, 'clean step is', 'clean steps are')} too few to find outliers."
-        if summary.num_clean >= step_times.FEWEST:
-            text = (
-                f"No outliers: no step is more than {step_times.FENCE:.0f} interquartile ranges above the third "
-                f"quartile of its window and {percent(step_times.LEAST_EXCESS_SHARE)} above its median."
-            )
-        yield Text(text)
+        yield Text(
+            f"No outliers: no step is more than {step_times.FENCE:.0f} interquartile ranges above the third quartile "
+            f"of its window and {percent(step_times.LEAST_EXCESS_SHARE)} above its median."
+        )
         return
     retries = mapping(recording.facts.get("memory")).get("num_allocator_retries")
     retried = f"; the allocator retried {plural(retries, 'time')}" if isinstance(retries, int) and retries else ""
@@ -169,25 +167,20 @@ def _special(outlier: Outlier, summary: Summary) -> list[str]:
         found.append(f"{plural(sample.num_skipped, 'optimizer step')} skipped")
     if sample.num_micro_batches > summary.num_micro_batches:
         found.append(f"{sample.num_micro_batches} micro-batches instead of {summary.num_micro_batches}")
-    throughput = summary.throughput
-    num = None if throughput is None else sample.num_tokens if throughput.unit == "tokens" else sample.num_samples
-    if throughput is not None and num is not None and num > throughput.per_step:
-        found.append(f"{num:,} {throughput.unit}, on average {throughput.per_step:,.0f}")
+    if (usual := summary.throughput) is not None:
+        num = sample.num_tokens if usual.unit == "tokens" else sample.num_samples
+        if num is not None and num > usual.per_step:
+            found.append(f"{num:,} {usual.unit}, on average {usual.per_step:,.0f}")
     return found
 
 
 def _samples(steps: Sequence[TimedStep]) -> Table:
     durations, host = [step.step_ns for step in steps], [step.sample.wall_ns for step in steps]
     samples = columns_of((step.sample for step in steps), f"step window {_SAMPLE}")
-    columns: dict[str, Sequence[Any]] = {
-        "step": samples.pop("step"),
-        "window": samples.pop("window"),
-        "clock": [step.clock for step in steps],
-        "duration_ns": durations,
-        **{f"{name}_ns": [step.phases_ns.get(name) for step in steps] for name in _names(steps)},
-        **({"host_ns": host} if durations != host else {}),
-        **samples,
-    }
+    columns: dict[str, Sequence[Any]] = {name: samples.pop(name) for name in ("step", "window")}
+    columns |= {"clock": [step.clock for step in steps], "duration_ns": durations}
+    columns |= {f"{name}_ns": [step.phases_ns.get(name) for step in steps] for name in _names(steps)}
+    columns |= {"host_ns": host} | samples if durations != host else samples
     return Table("steps", "every step", columns, note="phases sum to the step, on its clock")
 
 
@@ -198,9 +191,8 @@ def _traced(account: RankAccount) -> Iterator[Part]:
             "nothing in the trace marks the end of a step: call prof.step() at the end of each step, or record with "
             "`stepscope run train.py`"
         )
-    durations = [float(ns) for ns in account.steps["duration_ns"]]
-    busy = [float(ns) for ns in account.steps["gpu_busy_ns"]]
-    numbers = [int(step) for step in account.steps["step"]]
+    durations, busy = (account.steps[name].cast(float).to_list() for name in ("duration_ns", "gpu_busy_ns"))
+    numbers = account.steps["step"].to_list()
     facts = [
         Fact("steps", f"{num:,}", STEP_SOURCES[account.step_source]),
         Fact("mean", duration(sum(durations) / num, 3), "includes profiler overhead"),

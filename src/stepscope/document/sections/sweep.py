@@ -78,7 +78,6 @@ def _verdict(sweep: SweepSummary, layout: Layout) -> str:
 
 
 def _winners(best: Sequence[PointSummary], sweep: SweepSummary, layout: Layout) -> str:
-    """Return which variant is fastest, how often, and by how much."""
     wins: dict[str, list[PointSummary]] = {}
     for point in best:
         wins.setdefault(label(point, layout.ways or layout.names, False), []).append(point)

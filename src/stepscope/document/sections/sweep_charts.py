@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from stepscope.analysis.comparison.sweeps import IMPLEMENTATION_KNOBS, NOISY_SHARE, OK, PointSummary, SweepSummary
+from stepscope.analysis.comparison.sweeps import IMPLEMENTATION_KNOBS, OK, PointSummary, SweepSummary
 from stepscope.document.model import Axis, Bars, Chart, Dot, Heat, Lines, Part, Scatter, Series, Text
-from stepscope.document.sweep_table import BEST, NOISY, TIED, digits_of
-from stepscope.formatting import cell, duration, listed, plural, safe, title_of, whole_percent
+from stepscope.document.sweep_table import digits_of, mark_of, marks_in
+from stepscope.formatting import cell, duration, listed, plural, safe, title_of
 
 MOST_SERIES = 8  # as many as there are distinguishable colors
 _LENGTHS = ("seq_len", "tokens", "context", "batch")
@@ -98,11 +98,8 @@ def _rank(axis: Axis, ways: Collection[str]) -> tuple[int, int, int]:
 def _follows(points: Sequence[PointSummary], name: str, leader: str) -> bool:
     """Return whether the leader's value determines this axis' value in every point."""
     known: dict[Any, Any] = {}
-    for point in points:
-        value = point.axes.get(name)
-        if known.setdefault(point.axes.get(leader), value) != value:
-            return False
-    return True
+    values = ((point.axes.get(leader), point.axes.get(name)) for point in points)
+    return all(known.setdefault(of, value) == value for of, value in values)
 
 
 def _series(
@@ -113,9 +110,7 @@ def _series(
     if first is None:
         return ()
     chosen: tuple[str, ...] = (first,)
-    for name in rest:
-        if name in chosen:
-            continue
+    for name in (name for name in rest if name != first):
         together = _num_combinations(points, (*chosen, name))
         is_rare = together < _num_combinations(points, chosen) * len(axes[name].values)
         if together <= MOST_SERIES and (is_rare or (name in ways and first in ways)):
@@ -152,11 +147,7 @@ def time_text(point: PointSummary) -> str:
     """Return the median with as many digits as its noise allows, and its marks."""
     if point.time is None:
         return ""
-    return f"{duration(point.time.median, min(4, digits_of(point.time)))}{_mark(point)}"
-
-
-def _mark(point: PointSummary) -> str:
-    return f"{NOISY if point.is_noisy else ''}{BEST if point.is_best else TIED if point.is_tied else ''}"
+    return f"{duration(point.time.median, min(4, digits_of(point.time)))}{mark_of(point)}"
 
 
 TIME = Measure("time_ns", "time", "Time", lambda point: None if point.time is None else point.time.median)
@@ -274,16 +265,8 @@ class _Facet:
         return time_text(point) if self.measure is TIME else cell(self.measure.name, self.measure.value(point))
 
     def _caption(self, num_empty: int = 0) -> str:
-        notes = []
-        if self.measure is TIME:
-            noisy = f"{NOISY} noisy: p90 − p10 exceeds {whole_percent(NOISY_SHARE)} of the median"
-            marks = {
-                "is_best": f"{BEST} fastest of the points that compute the same thing",
-                "is_tied": f"{TIED} not measurably slower",
-                "is_noisy": noisy,
-            }
-            ok = [point for point in self.points if point.status == OK]
-            notes = [text for name, text in marks.items() if any(getattr(point, name) for point in ok)]
+        ok = [point for point in self.points if point.status == OK and self.measure is TIME]
+        notes = [f"{sign} {meaning}" for sign, meaning in marks_in(ok)]
         if counts := Counter(point.status for point in self.points if point.status != OK):
             notes.append(f"without a result: {', '.join(f'{number} {status}' for status, number in counts.items())}")
         if num_empty:
@@ -298,7 +281,7 @@ class _Facet:
         shown, caption = ranked[:MOST_BARS], self._caption()
         if len(ranked) > len(shown):
             caption += f" {plural(len(ranked) - len(shown), 'more point')}: see the table of points."
-        marks = [_mark(point) if measure is TIME else "" for point in shown]
+        marks = [mark_of(point) if measure is TIME else "" for point in shown]
         labels = [f"{label(point, names, False)} {mark}".rstrip() for point, mark in zip(shown, marks)]
         title, series = f"{measure.title} by {_listed(names)}{self.where}", (self._series(measure.title, shown),)
         return Bars(f"{self.key}-bars", title, labels, series, measure.name, caption=caption.strip())

@@ -53,8 +53,8 @@ def gpu_time_parts(account: RankAccount) -> Iterator[Part]:
     counts = causes.select("cause", "num_gaps").rows()
     labels = [f"{cause.replace('_', ' ')}, {plural(num, 'gap')}" for cause, num in counts]
     yield Bars("idle_causes", title, labels, (Series("idle", causes["total_ns"].to_list()),), "total_ns")
-    means = pl.Series("what_it_is", [CAUSES[cause] for cause in causes["cause"]])
-    yield table_of(causes.with_columns(means), "idle_causes", "idle time by cause", page_only=True)
+    meant = causes.with_columns(pl.Series("what_it_is", [CAUSES[cause] for cause in causes["cause"]]))
+    yield table_of(meant, "idle_causes", "idle time by cause", page_only=True)
     steps, gaps = account.steps, kernels.with_titles(account, account.longest_gaps, "next_kernel")
     zero = "the first step" if steps.height else "the first of them"
     first_ns = steps["start_ns"].min() if steps.height else gaps["start_ns"].min()
@@ -69,10 +69,9 @@ def step_parts_of_summary(summary: Summary) -> Iterator[Part]:
     if not summary.rows:
         yield Missing("where a step goes: there are no clean steps; run longer, or lower --warmup")
         return
-    on_gpu = summary.clock == "device"
-    rows = {"GPU" if on_gpu else "host": list(summary.rows)}
-    if on_gpu:
-        rows["host"] = host_rows(summary.phases)
+    rows = {"host": [*summary.rows]}
+    if summary.clock == "device":
+        rows = {"GPU": [*summary.rows], "host": host_rows(summary.phases)}
     waits = {phase.name: waiting_ns(phase) for phase in summary.phases}
     more = {"gpu_waiting_ns": waits} if any(row.name == IDLE for row in summary.rows) else {}
     note = f"{how_split(summary)}; mean of the middle half of {plural(summary.num_clean, 'clean step')}"
@@ -85,9 +84,8 @@ def step_parts_of_trace(account: RankAccount) -> Iterator[Part]:
     gpu, host = gpu_rows_of_trace(account), host_rows_of_trace(account)
     rows = {name: found for name, found in (("GPU", gpu), ("host", host)) if any(row.ns for row in found)}
     if not rows:
-        yield Missing(
-            "where the time goes: the trace has neither ops nor GPU work; record the steps of a training loop"
-        )
+        why = "the trace has neither ops nor GPU work; record the steps of a training loop"
+        yield Missing(f"where the time goes: {why}")
         return
     notes = [_PHASE_SOURCES[account.phase_source]]
     notes += ["GPU work belongs to the phase that launched it"] if gpu else []
@@ -127,10 +125,9 @@ def analysis_document(analysis: Analysis, num_rows: int = NUM_ROWS) -> Document:
     if has_gpu:
         parts += [replace(kernels.kernel_table(first), num_shown=num_rows), Text(kernels.work_text(first))]
     if modules.say_more_than_ops(first):
-        names = modules.group_table(first)
+        parts.append(replace(modules.group_table(first), num_shown=num_rows))
     else:
-        names = replace(kernels.op_table(first), title="ops (the trace names no modules)")
-    parts.append(replace(names, num_shown=num_rows))
+        parts.append(replace(kernels.op_table(first), title="ops (the trace names no modules)", num_shown=num_rows))
     if analysis.across is not None and int(analysis.across.table["window_ns"].sum()):
         parts.append(ranks.rank_table(analysis.across))
     if facts := (*trace_facts(analysis), *not_attributed(analysis)):

@@ -85,7 +85,6 @@ MOST_POINTS = 16_000  # points of all curves together
 _MOST_CURVES = 8
 _LEAST_BYTES = 1 << 20
 """A second curve needs at least this: a host that only feeds its GPU has no curve worth drawing."""
-_MOST_UNITS = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,7 @@ def memory_curves(linked: Linked, clock: Clock) -> list[Curve]:
         highest = max(int(points[column].max() or 0) for column in ("allocated_bytes", "reserved_bytes"))  # type: ignore[arg-type]
         if curves and highest < _LEAST_BYTES:
             continue
-        unit = 1
-        while highest // unit > _MOST_UNITS:
-            unit *= 2
+        unit = 1 << max(0, highest.bit_length() - 32)
         sizes = pl.col("allocated_bytes", "reserved_bytes").fill_null(0).clip(0) // unit
         title = "Memory of the host" if number == 0 else f"Memory of {name}:{index}"
         ticks = points.select(sizes.name.replace("_bytes$", ""), time=clock.ticks("time_ns"))
@@ -228,7 +225,6 @@ def _level(data: Bytes, width: int, blocks: pl.DataFrame, num_lanes: int) -> dic
 
 
 def _note(linked: Linked, lanes: Lanes, kept: Kept, num_near: int, curves: list[Curve], tick_ns: float) -> str:
-    """Return what the timeline leaves out, in a few sentences."""
     num_all, num_drawn = lanes.events.height, int(kept.is_kept.sum())
     if num_all == 0:
         return "The trace has no events to draw."

@@ -72,17 +72,14 @@ def levels(events: pl.DataFrame, is_kept: pl.Series, total: int, most_blocks: in
             found.append((width, blocks))
         if is_last:
             return found
-        pieces, shortest, width = _coarser(pieces), width, width * FACTOR
+        coarser = _merged(pieces.with_columns(pl.col("cell") // FACTOR))
+        pieces, shortest, width = coarser, width, width * FACTOR
 
 
 def _pieces(events: pl.DataFrame, width: int) -> pl.DataFrame:
     busy, cell = pl.col("end") - pl.col("start"), pl.col("start") // width
     pieces = events.with_columns(cell=cell, busy=busy, num=pl.lit(1, pl.UInt32))
     return pieces.select("lane", "cell", "color", "start", "end", "busy", "num")
-
-
-def _coarser(pieces: pl.DataFrame) -> pl.DataFrame:
-    return _merged(pieces.with_columns(pl.col("cell") // FACTOR))
 
 
 _SUMS = (pl.col("start").min(), pl.col("end").max(), pl.col("busy").sum(), pl.col("num").sum())

@@ -137,11 +137,8 @@ RUN = {"device": pl.Int32, "stream": pl.Int64, "depth": pl.UInt32, "module": pl.
 def lanes_of(linked: Linked) -> Lanes:
     """Return steps and phases, modules, communication, GPU streams and host threads, in this order."""
     lanes = Lanes()
-    _add_steps(lanes, linked)
-    _add_modules(lanes, linked)
-    _add_gpu_modules(lanes, linked)
-    _add_device(lanes, linked)
-    _add_host(lanes, linked)
+    for add in (_add_steps, _add_modules, _add_gpu_modules, _add_device, _add_host):
+        add(lanes, linked)
     return lanes
 
 
@@ -246,9 +243,8 @@ def _busiest(
     """Yield the events of each thread or stream, in order; if there are too many, of the busiest."""
     busy = events.group_by(by).agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("busy_ns"), pl.len())
     main = -1 if linked is None or linked.steps.main_thread is None else linked.steps.main_thread
-    busy = busy.sort(
-        pl.col(by[0]) == main, "busy_ns", *by, descending=[linked is not None, True, *(False for _ in by)]
-    )
+    descending = [linked is not None, True, *(False for _ in by)]
+    busy = busy.sort(pl.col(by[0]) == main, "busy_ns", *by, descending=descending)
     if rest := busy.rows(named=True)[MOST_TRACKS[kind] :]:
         num_events = sum(row["len"] for row in rest)
         text = f"{plural(len(rest), noun)} of {busy.height:,}, the least busy, with {plural(num_events, 'event')}"
