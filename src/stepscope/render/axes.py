@@ -85,10 +85,9 @@ def texts_of(name: str, series: Series) -> list[str]:
     texts = [text_of(value) for value in series.y]
     if not (series.low and series.high):
         return texts
-    ends = [
-        None if low is None else (cell(name, low), cell(name, high)) for low, high in zip(series.low, series.high)
-    ]
-    return [f"{text} ({end[0]} – {end[1]})" if end else text for text, end in zip(texts, ends)]
+    ends = ["" if low is None else f" ({cell(name, low)} – {cell(name, high)})"
+            for low, high in zip(series.low, series.high)]  # fmt: skip
+    return [f"{text}{end}" for text, end in zip(texts, ends)]
 
 
 def ended(chart: Lines) -> Lines:

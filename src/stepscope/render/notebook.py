@@ -25,14 +25,11 @@ def html_of(document: Document) -> str:
     parts = [part for section in document.sections for part in section.parts if not part.page_only]
     tables = "".join(islice((_table(*grid) for part in parts for grid in _grids(part)), NUM_TABLES))
     tables += "".join(f"<div>{svg_of(part)}</div>" for part in parts if isinstance(part, Lines))
-    tables += "".join(_frame(document, section) for section in document.sections if _has_timeline(section))
+    with_timeline = [each for each in document.sections if any(isinstance(part, Timeline) for part in each.parts)]
+    tables += "".join(_frame(document, section) for section in with_timeline)
     text = html.escape(terminal_text(document, width=100))
     whole = f"<details><summary>Full text</summary><pre>{text}</pre></details>"
     return f"<div><p><b>{_escaped(document.verdict)}</b></p>{tables}{whole}</div>"
-
-
-def _has_timeline(section: Section) -> bool:
-    return any(isinstance(part, Timeline) for part in section.parts)
 
 
 def _frame(document: Document, section: Section) -> str:
@@ -53,9 +50,8 @@ def _grids(part: Part) -> Iterator[Grid]:
             facts = [(fact.title, fact.value, fact.detail) for fact in part.rows]
             yield part.title, (), facts, [False] * 3
         case Findings() if part.cards:
-            rows = [
-                (card.id, f"{card.saving} {card.saving_of}".strip(), card.sentence, card.fix) for card in part.cards
-            ]
+            savings = [f"{card.saving} {card.saving_of}".strip() for card in part.cards]
+            rows = [(card.id, saving, card.sentence, card.fix) for card, saving in zip(part.cards, savings)]
             yield "", ("finding", "saves", "why", "fix"), rows, [False] * 4
         case Table() if part.num_rows:
             names = [name for name in part.screen if name in part.columns] or list(part.columns)

@@ -247,7 +247,6 @@ def dropped_columns(table: Table, num_rows: int, width: int) -> list[str]:
 
 
 def _fitting(table: Table, num_rows: int, width: int) -> tuple[dict[str, list[str]], dict[str, bool]]:
-    """Return the cells of the columns that fit, and which of them are text."""
     order = dict.fromkeys(name for name in table.screen if name in table.columns) or table.columns
     names = [name for name in table.columns if name in order]
     texts: dict[str, list[str]] = {}

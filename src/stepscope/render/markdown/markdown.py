@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 from stepscope.document import model
@@ -24,8 +25,8 @@ def _names(names: Sequence[object], num_letters: int) -> list[str]:
     return [escaped(name, num_letters) for name in fit_names([cell("", str(name)) for name in names], num_letters)]
 
 
-def _not_shown(num_all: int, num_shown: int, noun: str) -> list[str]:
-    return ["", f"{plural(num_all - num_shown, noun)} not shown"] if num_all > num_shown else []
+def _not_shown(num_all: int, num_shown: int, noun: str, where: str = "not shown") -> list[str]:
+    return ["", f"{plural(num_all - num_shown, noun)} {where}"] if num_all > num_shown else []
 
 
 def _title(name: str) -> str:
@@ -73,7 +74,6 @@ def _lines(chart: Lines, most: int, num_letters: int) -> list[str]:
 
 
 def _at(series: model.Series, places: Sequence[float], name: str) -> list[str]:
-    """Return the figure at each x, or why there is none."""
     gaps = series.gaps or [""] * len(series.y)
     texts = [escaped(gap, 30) if gap and y is None else cell(name, y) for gap, y in zip(gaps, series.y)]
     by_place = dict(zip(series.x, texts))
@@ -177,17 +177,12 @@ def markdown_of(report: Document, in_folder: bool = False) -> str:
         if sum(len(block) + 2 for block in blocks) < MOST_CHARACTERS:
             return "\n\n".join(blocks) + "\n"
     note = "The rest does not fit here: see the page (.html) or .json."
-    kept, used = [], len(note) + 2
-    for block in blocks:
-        used += len(block) + 2
-        if used >= MOST_CHARACTERS:
-            break
-        kept.append(block)
+    lengths = accumulate((len(block) + 2 for block in blocks), initial=len(note) + 2)
+    kept = [block for block, used in zip(blocks, islice(lengths, 1, None)) if used < MOST_CHARACTERS]
     return "\n\n".join([*kept, note]) + "\n"
 
 
 def _blocks(report: Document, detail: Detail, in_folder: bool) -> Iterator[str]:
-    """Yield the heading, one block per section, what is missing, and the footer."""
     yield f"## Stepscope: {escaped(report.title)}"
     yield f"**{escaped(report.verdict, 1000).strip()}**"
     files: dict[int, str] = {}  # by id(): two parts may be equal
@@ -275,7 +270,7 @@ def _facts(part: Facts, detail: Detail) -> list[str]:
     for fact in part.rows[: detail.num_items]:
         more = f" ({prose(fact.detail, detail.num_text)})" if fact.detail else ""
         lines.append(f"- {escaped(fact.title)}: **{escaped(fact.value, detail.num_text).strip()}**{more}")
-    return lines + _more(len(part.rows), detail.num_items, "more fact")
+    return lines + _not_shown(len(part.rows), detail.num_items, "more fact", "on the page")
 
 
 def _findings(part: Findings, detail: Detail) -> Iterator[str]:
@@ -293,8 +288,4 @@ def _findings(part: Findings, detail: Detail) -> Iterator[str]:
             yield f"   <br>Same fix: {escaped(card.shared)}"
         if card.prove is not None:
             yield f"   <br>Prove it: {code(card.prove, 400)}"
-    yield from _more(len(part.cards), detail.num_items, "more finding")
-
-
-def _more(num_all: int, num_shown: int, noun: str) -> list[str]:
-    return ["", f"{plural(num_all - num_shown, noun)} on the page"] if num_all > num_shown else []
+    yield from _not_shown(len(part.cards), detail.num_items, "more finding", "on the page")

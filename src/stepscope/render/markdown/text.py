@@ -9,7 +9,7 @@ from stepscope.formatting import safe
 # Markup, and what GitHub turns into links, emoji, formulas or references.
 _SPECIAL = re.compile(r"[\\`*_\[\]<>|~&$]|:(?=[/\w])|(?<=www)\.")
 _CALLING = re.compile(r"[@#]|\bGH-(?=\d)")
-_OPENING = re.compile(r"^(\s*)([-+=]|\d+(?=[.)]))")
+_OPENING = re.compile(r"^\s*([-+=]|\d+(?=[.)]))")
 _CODE = re.compile(r"`([^`]+)`")
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -56,14 +56,8 @@ def prose(text: str, most: int = 2000) -> str:
     pieces = _CODE.split(safe(text, most))
     pieces[::2] = [escaped(piece, most) for piece in pieces[::2]]
     pieces[1::2] = [f"`{piece}`" for piece in pieces[1::2]]
-    joined = "".join(pieces)
-    opening = _OPENING.match(joined)
-    if opening is None:
-        return joined
     # Escape what would start a list, a heading or code.
-    begin, sign = opening.groups()
-    rest = joined[opening.end() :]
-    return f"{begin.lstrip()}{sign}\\{rest}" if sign.isdigit() else f"{begin.lstrip()}\\{sign}{rest}"
+    return _OPENING.sub(lambda sign: f"{sign[1]}\\" if sign[1].isdigit() else f"\\{sign[1]}", "".join(pieces))
 
 
 def grid(titles: Sequence[str], rows: Sequence[Sequence[str]], aligned: Sequence[str]) -> list[str]:

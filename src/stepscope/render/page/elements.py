@@ -1,5 +1,7 @@
 """The parts of a report as HTML. Text from a trace passes `escape`: it is never markup."""
 
+import base64
+import hashlib
 import html
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +23,11 @@ def escape(text: object, most: int = 10_000) -> str:
     '&lt;img src=&quot;x&quot;&gt;'
     """
     return html.escape(safe(text, most))
+
+
+def digest_of(text: str) -> str:
+    """Return the hash by which a content security policy knows a script or a style sheet."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def with_code(text: str) -> str:
@@ -183,15 +190,10 @@ def findings_html(part: Findings, has_timeline: bool) -> str:
 
 
 def _card(card: FindingCard, has_timeline: bool) -> str:
-    rows = [("fix", f"<pre><code>{escape(card.fix)}</code></pre>")]
-    if card.shared is not None:
-        rows.append(("same fix", f"<p>{escape(card.shared)}</p>"))
-    if card.prove is not None:
-        rows.append(("prove it", f"<pre><code>{escape(card.prove)}</code></pre>"))
-    if card.derived:
-        rows.append(("derived from", f"<p>{escape(card.derived)}</p>"))
-    rows.append(("how to check", f"<p>{escape(card.falsified_by)}</p>"))
-    body = "".join(f"<dt>{title}</dt><dd>{content}</dd>" for title, content in rows)
+    code, plain = "<pre><code>{}</code></pre>", "<p>{}</p>"
+    rows = (("fix", code, card.fix), ("same fix", plain, card.shared), ("prove it", code, card.prove),
+            ("derived from", plain, card.derived), ("how to check", plain, card.falsified_by))  # fmt: skip
+    body = "".join(f"<dt>{title}</dt><dd>{form.format(escape(text))}</dd>" for title, form, text in rows if text)
     evidence = "".join(map(_evidence, card.tables))
     button = ""
     if card.places and has_timeline:

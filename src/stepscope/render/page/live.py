@@ -4,11 +4,10 @@ Every text in it passes `escape`. Besides, its content security policy allows on
 their hashes, and requests to its own server.
 """
 
-import base64
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from stepscope.document import model
@@ -16,7 +15,7 @@ from stepscope.document.model import Bars, Document, Part, Series, Table, Trend,
 from stepscope.formatting import cell, percent, title_of
 from stepscope.render.axes import finite
 from stepscope.render.colors import colors_of
-from stepscope.render.page.elements import escape, facts_html, plain_table_html, with_code
+from stepscope.render.page.elements import digest_of, escape, facts_html, plain_table_html, with_code
 
 _HERE = Path(__file__).parent
 _WIDTH, _HEIGHT = 240.0, 48.0
@@ -48,7 +47,7 @@ def live_state(document: Document, is_over: bool) -> str:
 def live_policy() -> str:
     """Return the content security policy, for the page's header."""
     return (
-        f"default-src 'none'; script-src '{_digest(_script())}'; style-src '{_digest(_style())}'; "
+        f"default-src 'none'; script-src '{digest_of(_script())}'; style-src '{digest_of(_style())}'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -87,12 +86,10 @@ def _trend(row: Trend, span: str) -> str:
     ends = " to ".join(dict.fromkeys(cell(row.name, end) for end in (min(known), max(known)))) if known else "unknown"
     said = f"{row.title} in {span}: {ends}. Now {row.value}"
     detail = f"<span>{escape(row.detail)}</span>" if row.detail else ""
-    lines = "".join(_lines(row.y, row.from_zero))
     return (
         f"<figure><figcaption><h2>{escape(row.title)}</h2><b>{escape(row.value)}</b></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(said)}">'
-        f"{lines}</svg>"
+        f'aria-label="{escape(said)}">{"".join(_lines(row.y, row.from_zero))}</svg>'
         f'<p class="ends"><span>{escape(ends)}</span>{detail}</p></figure>'
     )
 
@@ -115,13 +112,9 @@ def _lines(values: Sequence[float | None], from_zero: bool) -> Iterator[str]:
 
 
 def _stretches(values: Sequence[float | None]) -> Iterator[list[tuple[int, float]]]:
-    stretch: list[tuple[int, float]] = []
-    for at, value in enumerate([*values, None]):
-        if value is not None and finite([value]):
-            stretch.append((at, value))
-        elif stretch:
-            yield stretch
-            stretch = []
+    for is_known, stretch in groupby(enumerate(values), key=lambda each: bool(finite([each[1]]))):
+        if is_known:
+            yield [(at, value or 0.0) for at, value in stretch]
 
 
 def _bars(part: Bars) -> str:
@@ -153,7 +146,3 @@ def _style() -> str:
 @cache
 def _script() -> str:
     return (_HERE / "live.js").read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

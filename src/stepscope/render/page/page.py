@@ -6,7 +6,6 @@ hidden in a name cannot run. Plotly is compressed, and decompressed when the fir
 
 import base64
 import gzip
-import hashlib
 import importlib.util
 import json
 import re
@@ -20,7 +19,7 @@ from stepscope.document.model import Document, Section, Timeline
 from stepscope.formatting import heading
 from stepscope.render.files import missing
 from stepscope.render.page import elements
-from stepscope.render.page.elements import escape, findings_html, with_code
+from stepscope.render.page.elements import digest_of, escape, findings_html, with_code
 from stepscope.render.page.plotly_charts import figure_of
 
 _HERE = Path(__file__).parent
@@ -107,7 +106,6 @@ class _Body:
 
 
 def _bar(report: Document) -> str:
-    """Return the list of sections; those without data are dimmed."""
     links = ""
     for section in report.sections:
         is_absent = all(isinstance(part, model.Missing) for part in section.parts)
@@ -156,8 +154,7 @@ def _packed(text: str) -> str:
 
 def _policy(scripts: list[str]) -> str:
     """Return a content security policy: nothing is fetched, and only these scripts run."""
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
+    hashes = " ".join(f"'{digest_of(script)}'" for script in scripts)
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"

@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,12 +47,11 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
         "maxdepth": _DEPTH,
         "sort": not is_icicle,  # an icicle keeps its order: forward before backward, layers as they run
     }
+    trace |= {"tiling": {"pad": 1}, "pathbar": {"visible": True}}
+    height = 460
     if is_icicle:
         trace |= {"tiling": {"orientation": "v"}, "pathbar": {"visible": False}, "leaf": {"opacity": 1}}
         height = max(200, 54 * min(_DEPTH, depth_of(nodes)) + 20)
-    else:
-        trace |= {"tiling": {"pad": 1}, "pathbar": {"visible": True}}
-        height = 460
     layout = {"margin": {"t": 8, "l": 4, "r": 4, "b": 4}, "uniformtext": {"minsize": 10, "mode": "hide"}}
     figure = {"data": [trace], "layout": layout, "narrow": {}, "height": height}
     return figure | {"min_width": 700 if is_icicle else 0, "left_out": len(chart.nodes) - len(nodes)}
@@ -82,11 +82,10 @@ def _largest(nodes: tuple[Node, ...]) -> list[Node]:
 
 def _whole(nodes: list[Node]) -> dict[str, float]:
     """Return each node's value, at least the exact sum of its children: Plotly draws nothing otherwise."""
-    inside: dict[str, float] = {}
-    values: dict[str, float] = {}
+    inside, values = defaultdict[str, float](float), dict[str, float]()
     for node in reversed(nodes):
-        values[node.id] = max(float(node.value), inside.get(node.id, 0.0))
-        inside[node.parent] = inside.get(node.parent, 0.0) + values[node.id]
+        values[node.id] = max(float(node.value), inside[node.id])
+        inside[node.parent] += values[node.id]
     return values
 
 
@@ -163,7 +162,6 @@ def _after(chart: Bars, at: int, axis: Axis) -> list[tuple[float, str]]:
 
 
 def _lines(chart: Lines) -> dict[str, Any]:
-    """Return the figure of lines, steps, areas or dots; marks are dotted lines with their names."""
     chart = ended(chart)
     x, y = axes_of(chart)
     colors = colors_of(chart.series)
