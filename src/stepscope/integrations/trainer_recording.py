@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stepscope.recorder.session import Session
     from stepscope.recorder.windows import Windows
 
+Folder = str | os.PathLike[str] | None
 FIRST_RANK_WAIT = timedelta(seconds=10)
 LEAST_WARMUP = 2  # steps, to find the model
 _driver: weakref.ref[TrainerRecording] | None = None  # the one that ends the steps of the active session
@@ -33,12 +34,9 @@ class TrainerRecording:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        windows: Windows | None = None,
-        tokens_per_step: int | None = None,
+        self, folder: Folder = None, windows: Windows | None = None, tokens_per_step: int | None = None,
         force: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise UsageError(f"folder is {folder!r}: it must be a path")
         check_windows(windows)
@@ -188,13 +186,9 @@ class RecordingCallback:
     """What the callbacks of all trainers take: the arguments of `stepscope.record()` that a callback can use."""
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        windows: Windows | None = None,
-        tokens_per_step: int | None = None,
+        self, folder: Folder = None, *, windows: Windows | None = None, tokens_per_step: int | None = None,
         force: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.recording = TrainerRecording(folder, windows, tokens_per_step, force)
 

@@ -53,13 +53,9 @@ def marked(text: object, most: int = LONGEST_TEXT) -> str:
 
 
 def answer(
-    summary: str,
-    data: Mapping[str, Any],
-    next: Sequence[str],
-    rows: int = ROWS,
-    rest: str = "",
+    summary: str, data: Mapping[str, Any], next: Sequence[str], rows: int = ROWS, rest: str = "",
     offset: int | None = None,
-) -> Answer:
+) -> Answer:  # fmt: skip
     """Return an answer of at most `MOST_CHARACTERS`.
 
     `rest` says how to get everything; lists that begin at `offset` can be continued.

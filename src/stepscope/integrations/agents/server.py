@@ -64,7 +64,6 @@ def _is_hang_up(error: BaseException) -> bool:
 
 
 def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tool whose errors are sentences for the agent."""
     if inspect.iscoroutinefunction(tool):
 
         @functools.wraps(tool)
@@ -331,9 +330,7 @@ class Tools:
         num_files = 0
         for root, folders, files in os.walk(self._folder):
             num_files += len(files)
-            folders[:] = (
-                sorted(each for each in folders if not each.startswith(".")) if num_files < MOST_FILES else []
-            )
+            folders[:] = sorted(each for each in folders if num_files < MOST_FILES and not each.startswith("."))
             at = Path(root)
             marker = next((name for name in _MARKERS if name in files), None)
             if marker is not None:
