@@ -1,9 +1,12 @@
 """Findings about what no rule explains: losses of the ledger that are worth a look."""
 
+from math import prod
 from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import argument_place, is_depthwise, operands
 from stepscope.analysis.time.ledger import ROWS
 from stepscope.errors import if_available
 from stepscope.findings.claims import Claims
@@ -37,6 +40,11 @@ _TRY = {
     "unknown_work": "look at its sizes and its dtype; without shapes in the trace, record with record_shapes=True",
 }
 _TRY_FFT = "lengths whose only prime factors are 2, 3, 5 and 7, such as 8192 for 8191: others take far longer"
+_TRY_SEPARABLE = (
+    "x = F.conv2d(F.conv2d(x, column, groups=channels), row, groups=channels)  # if filter = column * row; else "
+    "smaller filters, or a product in torch.fft"
+)
+_WIDE_FILTER = 4  # times as many multiply-adds as one-dimensional filters take
 _TRY_IDLE = "see what the host does then, on the timeline of stepscope report"
 
 
@@ -75,6 +83,14 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
         rate = f", at {whole_percent(first['limit_share'])} of the device's limit" if has_limit else ""
         most = f" Most of it is {safe(first['op'] or 'work without an op', 60)}{where}{rate}."
         fix = _TRY_FFT if str(first["op"]).startswith("aten::_fft") else fix
+        if sizes := _wide_filter(first["op"], first["shapes"]):
+            dense, apart = prod(sizes), sum(sizes)
+            by = " × ".join(map(str, sizes))
+            most += (
+                f" It filters each channel by itself, with {dense:,} multiply-adds per pixel. If the {by} filter is "
+                f"a product of one-dimensional ones, as a Gaussian is, these take {apart}."
+            )
+            fix = _TRY_SEPARABLE
         places = case.places(work.sort("loss_ns", descending=True)["event"].head(20))
     if row.startswith("cpu_"):
         most += pauses_text(case, ns / 10)
@@ -95,6 +111,17 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
         claims={row: ns},
         id=UNCLAIMED,
     )
+
+
+def _wide_filter(op: str | None, shapes: str | None) -> tuple[int, ...] | None:
+    """Return the sizes of a depthwise convolution's filter if it has far more elements than rows and columns."""
+    place = argument_place(op or "", "weight")
+    given = operands(shapes, None)
+    weight = given[place] if place is not None and place < len(given) else None
+    if not isinstance(weight, Tensor) or not is_depthwise(op, shapes, None):
+        return None
+    sizes = weight.shape[2:]
+    return sizes if prod(sizes) >= _WIDE_FILTER * sum(sizes) else None
 
 
 _CPU_WORK = ("cpu_products", "cpu_ops")

@@ -98,6 +98,18 @@ def _convolution(call: Call) -> Work:
     return Work(flops, reads, [out], source.dtype)
 
 
+def is_depthwise(call: Call) -> bool:
+    """Return whether a convolution has one input channel per group: then it has no matrix product."""
+    source, weight = call.tensor("input"), call.tensor("weight")
+    rank = len(weight.shape) - 2
+    if rank < 1 or weight.shape[1] != 1 or len(source.shape) <= rank:
+        return False
+    channels = source.shape[-rank - 1]
+    if "groups" not in call.arguments:
+        return channels > 1 and "depthwise" in call.name
+    return channels > 1 and (call.values is None or call.integer("groups") == channels)
+
+
 def _convolved(call: Call, sizes: tuple[int, ...], weight: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
     """Return channels and sizes of the output, and whether the convolution is transposed."""
     count = len(sizes)

@@ -105,6 +105,23 @@ def _work(name: str, parameter_dtype: str | None, *texts: str | None) -> Work:
     return function(Call(base, given, argument_values(inputs), arguments))
 
 
+def is_depthwise(name: str | None, shapes: str | None, dtypes: str | None, inputs: str | None = None) -> bool:
+    """Return whether an op convolves each channel by itself, which tensor cores cannot do.
+
+    >>> is_depthwise("aten::_conv_depthwise2d", "[[8, 3, 32, 32], [3, 1, 5, 5]]", '["float", "float"]')
+    True
+    """
+    base = (name or "").removeprefix("aten::")
+    if "conv" not in base or base not in FORMULAS or _is_too_long(name, shapes, dtypes, inputs):
+        return False
+    try:
+        return matmul_formulas.is_depthwise(
+            Call(base, _operands(shapes, dtypes, None), argument_values(inputs), FORMULAS[base][1])
+        )
+    except NotKnown:
+        return False
+
+
 def op_tensors(name: str, *texts: str | None) -> tuple[list[Tensor], list[Tensor]] | None:
     """Return the tensors that an op reads and writes, from the texts that `op_cost` takes; None if unknown."""
     return None if _is_too_long(name, *texts) else _op_tensors(name, *texts)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import words
-from stepscope.analysis.costs.op_costs import COLUMNS, DTYPES, op_cost, touched_bytes
+from stepscope.analysis.costs.op_costs import COLUMNS, DTYPES, is_depthwise, op_cost, touched_bytes
 from stepscope.analysis.kernels.copies import moved_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
@@ -27,6 +27,7 @@ NEAR_SHARE = 0.25  # an op below this share of its limit is bound by something e
 _PEAK_DTYPES = {
     "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "int8": "int8",
 }  # fmt: skip
+_ON_TENSOR_CORES = ("bf16", "fp16", "tf32")
 _TF32 = re.compile(r"(?i)tf32|_s1688gemm")
 # A trace omits the dtype of list ops; the kernel's name has it.
 _LIST_DTYPE = re.compile(r"multi_tensor_apply.*?Functor<(float|double|c10::BFloat16|c10::Half)\b")
@@ -154,6 +155,8 @@ def _cost(kernel: str | None, name: str | None, *texts: str | None) -> tuple[int
     peak_dtype = _PEAK_DTYPES.get(cost.dtype or "") if cost.flops else None
     if peak_dtype == "fp32" and _TF32.search(kernel):
         peak_dtype = "tf32"
+    if peak_dtype in _ON_TENSOR_CORES and is_depthwise(name, texts[0], texts[1], texts[3]):
+        peak_dtype = "fp32"
     return cost.flops, num_bytes, cost.dtype, peak_dtype
 
 

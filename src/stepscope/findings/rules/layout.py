@@ -12,6 +12,7 @@ from stepscope.formatting import duration
 _BATCH_NORMS = r"batch_norm"
 _GROUP_NORMS = r"native_group_norm|native_layer_norm"
 _LEAST_RANK = 4
+_ON_TENSOR_CORES = ("bf16", "fp16", "tf32", "fp8")
 
 
 @on_gpu
@@ -29,17 +30,24 @@ def memory_layout(case: Case) -> list[Finding]:
         return []  # torch's group norm is slower in channels last, by more than convolutions gain
     norms = images.filter(pl.col("op").str.contains(_BATCH_NORMS), pl.col("class") == "norm")
     moves = convolving.filter(pl.col("class").is_in(["copy_cast", "memset_memcpy"]))
-    durations = {**_norms_ns(case, norms), **_products_ns(case, convolving)}
+    products = convolving.filter(pl.col("class") == "convolution", pl.col("peak_dtype").is_in(_ON_TENSOR_CORES))
+    durations = {**_norms_ns(case, norms), **_products_ns(case, products)}
     saving_ns = case.saving_ns(case.without(moves["event"], durations))
     if not case.is_worth(saving_ns):
         return []
     touched = pl.concat([moves, norms, convolving.filter(pl.col("class") == "convolution")])
-    moved = f"{duration(case.total_ns(moves), 3)} to change the layout of their tensors and back"
-    normed = f", and batch norms take {duration(case.total_ns(norms), 3)}" if norms.height else ""
+    left_ns = pl.col("event").replace_strict(durations, default=None, return_dtype=pl.Float64)
+    slow = products.filter(left_ns < pl.col("duration_ns"))
+    parts = (
+        (moves, "changing the layout of their tensors and back takes"),
+        (norms, "batch norms take"),
+        (slow, f"convolutions at {_tflops(slow):.0f} TFLOP/s take"),
+    )
+    costs = [f"{what} {duration(case.total_ns(rows), 3)}" for rows, what in parts if rows.height]
     keys = ("op", "module", "phase", "shapes")
     table = case.grouped(touched.with_columns(pl.col(keys).cast(pl.String)), "num_kernels", *keys)
     return one_finding(
-        sentence=f"Convolutions get their tensors channels first (NCHW). They take {moved}{normed}, in a step of "
+        sentence=f"Convolutions get their tensors channels first (NCHW): {', '.join(costs)}, in a step of "
         f"{duration(case.step_ns, 3)}.",
         fix="model = model.to(memory_format=torch.channels_last); "
         "images = images.to(memory_format=torch.channels_last)",
@@ -71,13 +79,17 @@ def _norms_ns(case: Case, norms: pl.DataFrame) -> dict[int, float]:
     return dict(each.select("event", pl.col("duration_ns") * pl.col("left")).iter_rows())
 
 
-def _products_ns(case: Case, convolving: pl.DataFrame) -> dict[int, float]:
+def _products_ns(case: Case, products: pl.DataFrame) -> dict[int, float]:
     """Return the time of each convolution that is slower than a good kernel, as if it were one."""
     found = {}
-    own = convolving.filter(pl.col("class") == "convolution", pl.col("flops").is_not_null())
+    own = products.filter(pl.col("flops").is_not_null())
     for event, flops, dtype, ns in own.select("event", "flops", "peak_dtype", "duration_ns").iter_rows():
         peak = case.device.peak_flops.get(dtype or "")
         if peak:
             good_ns = flops / (peak * product_share("convolution", dtype)) * 1e9
             found[event] = min(float(ns), good_ns)
     return found
+
+
+def _tflops(products: pl.DataFrame) -> float:
+    return float(products["flops"].sum()) / max(1, int(products["duration_ns"].sum())) / 1e3

@@ -6,8 +6,9 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
-from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.costs.op_costs import is_depthwise, operands
 from stepscope.analysis.kernels.product_loops import product_loops, tiled_products
+from stepscope.analysis.structure.nesting import with_answers
 from stepscope.analysis.structure.once import once
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, on_gpu, one_finding, rule
 from stepscope.formatting import plural, whole_percent
@@ -26,7 +27,7 @@ _SCHEMA = pl.Schema(
 
 @once
 def gemm_calls(case: Case) -> pl.DataFrame:
-    """Return matrix products outside attention whose FLOPs are known, one row per call.
+    """Return matrix products outside attention whose FLOPs are known, one row per call; not depthwise convolutions.
 
     `kernel` is the longest one, `alignment_bytes` the largest power of two (up to 128) that divides all dimensions,
     `odd_sizes` the dimensions that are not a multiple of `LOADED_BYTES`. Raises Unavailable without shapes.
@@ -40,12 +41,15 @@ def gemm_calls(case: Case) -> pl.DataFrame:
         pl.col("dtype", "peak_dtype", "flops", "bytes").drop_nulls().first(),
         pl.col("duration_ns").sum(),
         pl.col("name").sort_by("duration_ns").last().cast(pl.String).alias("kernel"),
-        pl.col("dtypes").first(),
+        pl.col("dtypes", "inputs").first().cast(pl.String),
         pl.col("event").alias("events"),
     )
     calls = calls.filter(pl.col("flops") > 0)
+    texts = ["op", "shapes", "dtypes", "inputs"]
+    calls = with_answers(calls, texts, lambda *call: (is_depthwise(*call),), {"is_depthwise": pl.Boolean()})
     if calls.is_empty():
         raise Unavailable("The trace does not contain the shapes of its matrix products.")
+    calls = calls.filter(~pl.col("is_depthwise"))
     found = [_alignment(*texts) for texts in calls.select("op", "shapes", "dtypes").iter_rows()]
     return calls.with_columns(
         pl.Series("alignment_bytes", [alignment for alignment, _ in found], pl.Int64),
