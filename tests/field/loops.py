@@ -8,6 +8,11 @@ TORCHRUN = ("--standalone", "--nproc-per-node", "2")
 
 UPDATES = (
     Case("updates/plain", 40, 8, absent=("evaluation", "checkpoint", "rollout"), in_make_test=True),
+    Case(
+        "updates/graphs", 40, 7.2, per_step_may_miss_share=0.02, between=("evaluation",), period=5, in_make_test=True
+    ),
+    Case("updates/letters", 40, 1, in_make_test=True),
+    Case("updates/detector", 40, 5, in_make_test=True),
     Case("updates/hand_data_add", 40, 28, unit="tokens", in_make_test=True),
     Case("updates/hand_no_grad", 40, 12, between=("evaluation",), period=20, in_make_test=True),
     Case("updates/hand_assign", 40, 30, unit="tokens", in_make_test=True),
@@ -75,6 +80,18 @@ BETWEEN = (
         in_make_test=True,
     ),
     Case("between/rollout_no_grad", 40, 48, between=("rollout",), in_make_test=True),
+    Case("between/rollout_greedy", 80, 12, between=("rollout",), absent=("evaluation",), period=4, in_make_test=True),
+    Case(
+        "between/evaluation_named",
+        60,
+        12,
+        micro_batches=None,
+        between=("evaluation",),
+        absent=("rollout",),
+        seconds_between={"evaluation": 0.5},
+        period=10,
+        in_make_test=True,
+    ),
     Case("between/targets_no_grad", 40, 12, micro_batches=None, absent=("evaluation", "rollout"), in_make_test=True),
     Case("between/timed_wrapper", 40, 20, micro_batches=None, absent=("evaluation", "rollout"), in_make_test=True),
     Case("between/rollout_with_grad", 40, 12, micro_batches=None, in_make_test=True),

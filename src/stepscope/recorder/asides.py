@@ -43,6 +43,7 @@ def install_asides(loop: Loop) -> list[Handle]:
     def samples(*_args: Any, **_kwargs: Any) -> None:
         if loop.listens():
             loop.between.outputs_are_sampled()
+            loop.facts.acted()
 
     return [
         _Patches(loop),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import is_grad_enabled, nn
@@ -24,6 +26,7 @@ _COLLECTS = re.compile(r"rollout|collect|explor|episode|play")
 # What an evaluation calls as well as a rollout: they decide if nothing else does.
 _PREDICTS = re.compile(r"predict|infer")
 _ACTS = re.compile(r"(?:^|_)act(?:ions?)?(?:_|$)")
+_ENVIRONMENTS = frozenset(("gymnasium", "gym", "envpool", "dm_env", "pettingzoo", "procgen", "mani_skill", "brax"))
 
 
 class Between:
@@ -94,7 +97,8 @@ class Between:
             self._kind = self._named(ROLLOUT if is_usual else EVALUATION)
             if self._kind is None and root.training and is_trained:
                 unnamed = self._unnamed(root, num_samples()) if is_regular else FORWARD_WITHOUT_GRADIENTS
-                self._kind = ROLLOUT if self._samples else unnamed
+                acts = unnamed == FORWARD_WITHOUT_GRADIENTS and _plays()
+                self._kind = ROLLOUT if self._samples or acts else unnamed
             self._kind = self._kind or EVALUATION
             self.note_place(self._kind)
         return self._kind
@@ -120,8 +124,14 @@ class Between:
         if self._first is None:
             named = self._named()
             trains = named is None and root.training
-            self._first = named or (FORWARD if trains else EVALUATION)
             self._may_be_rollout = trains and not is_grad_enabled()
+            acts = self._may_be_rollout and _plays()
+            self._first = named or (ROLLOUT if acts else FORWARD if trains else EVALUATION)
+
+    @staticmethod
+    def looks_on(root: nn.Module) -> bool:
+        """Return whether a model is in evaluation mode, or called by a function that is named as an evaluation."""
+        return not root.training or any(_evaluates(frame.f_code.co_name) for frame in script_frames())
 
     def _named(self, generation: str = ROLLOUT) -> str | None:
         return _kind((frame.f_code.co_name.lower() for frame in script_frames()), generation)
@@ -168,6 +178,16 @@ class Between:
         return self._trained[id(root)]
 
 
+@lru_cache(MAX_CALLED)
+def _evaluates(name: str) -> bool:
+    return bool(_EVALUATES.search(name.lower()))
+
+
+def _plays() -> bool:
+    """Return whether the script has environments to act in: what nobody names chooses actions there."""
+    return not _ENVIRONMENTS.isdisjoint(sys.modules)
+
+
 def _kind(names: Iterable[str], generation: str = ROLLOUT) -> str | None:
     """Return EVALUATION, ROLLOUT or None, from the names of the functions on the stack, innermost first.
 
@@ -182,7 +202,7 @@ def _kind(names: Iterable[str], generation: str = ROLLOUT) -> str | None:
     """
     acts = generates = predicts = False
     for name in names:
-        if _EVALUATES.search(name):
+        if _evaluates(name):
             return EVALUATION
         if _COLLECTS.search(name):
             return ROLLOUT

@@ -35,7 +35,7 @@ CHECKPOINT = "checkpoint"
 LOGGING = "logging"
 GARBAGE = "garbage_collection"
 BETWEEN_STEPS = (LOADER_START, EVALUATION, ROLLOUT, CHECKPOINT, LOGGING, GARBAGE)
-# A forward in evaluation mode with gradients on: training if a backward follows, else an evaluation.
+# A forward with gradients on in evaluation mode, or in a function that evaluates: training if a backward follows.
 FORWARD_IN_EVAL_MODE = "forward_in_eval_mode"
 # A forward without gradients of a model that is not trained: a teacher's, unless a batch is fetched after it.
 FORWARD_OF_ANOTHER = "forward_of_another_model"

@@ -133,6 +133,7 @@ _LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers",
 
 def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
     usual = loop.usual
+    sizes = _BatchSizes()
 
     def begins(starts: Callable[[Any], bool], one: Any) -> After | None:
         if usual.is_on and usual.data_begins(starts(one)):
@@ -143,7 +144,7 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
 
         def ended(has_returned: bool) -> None:
             if has_returned:  # not at the end of an epoch
-                loop.facts.fetched(_batch_of(one))
+                loop.facts.fetched(sizes.of_last_batch(one, exactly=loop.facts.by_loader))
             loop.data_ended()
 
         return ended
@@ -158,16 +159,45 @@ def _data_patches(loop: Loop, probes: Probes) -> list[Handle]:
 
     # Making an iterator and waiting for its first batch happens once an epoch: with workers, it can take seconds.
     return [
+        sizes,
         Patch(_BaseDataLoaderIter, "__next__", functools.partial(begins, is_first), usual.around_data),
         Patch(DataLoader, "__iter__", functools.partial(begins, makes_iterator)),
     ]
 
 
-def _batch_of(one: Any) -> int:
-    """Return how many samples a batch of an iterator has at most; 0 if that is not known."""
-    sampler = getattr(one, "_index_sampler", None) if isinstance(one, _BaseDataLoaderIter) else None
-    size = getattr(sampler, "__dict__", {}).get("batch_size")
-    return size if type(size) is int else 0
+class _BatchSizes:
+    """How many samples a DataLoader's batches have. That of an epoch's last one shows in its indices.
+
+    Looking at them costs a little at each fetch, so it begins when an exact number is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._smaller: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+        self._looking: Handle | None = None
+
+    def of_last_batch(self, iterator: Any, exactly: bool) -> int:
+        """Return the size of the batch that an iterator gave last, or at least its most; 0 if that is not known."""
+        if exactly and self._looking is None:
+            self._looking = Around(_BaseDataLoaderIter, "_next_index", self._next_index)
+        most = self._most(iterator)
+        return self._smaller.get(iterator, {}).get(iterator._num_yielded - 1, most) if most else 0
+
+    def remove(self) -> None:
+        if self._looking is not None:
+            self._looking.remove()
+
+    def _next_index(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+        index = original(iterator)
+        if type(index) is list and len(index) < self._most(iterator):
+            number = getattr(iterator, "_send_idx", iterator._num_yielded)  # with workers, some are ahead
+            self._smaller.setdefault(iterator, {})[number] = len(index)
+        return index
+
+    @staticmethod
+    def _most(iterator: Any) -> int:
+        sampler = getattr(iterator, "_index_sampler", None) if isinstance(iterator, _BaseDataLoaderIter) else None
+        size = getattr(sampler, "__dict__", {}).get("batch_size")
+        return size if type(size) is int else 0
 
 
 def _profiler_patches(loop: Loop, probes: Probes) -> list[Handle]:

@@ -62,6 +62,8 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     BatchSize(num_tokens=None, num_samples=1)
     >>> batch_size((torch.tensor(0.5), torch.zeros(20, 2)), {})  # a time, and the batch
     BatchSize(num_tokens=None, num_samples=20)
+    >>> batch_size(([torch.zeros(3, 32, 48), torch.zeros(3, 48, 32)], [{"boxes": torch.zeros(1, 4)}]), {})
+    BatchSize(num_tokens=None, num_samples=2)
     """
     # This may run at every step: sizes that were seen before are looked up.
     parts: list[Any] = [*kwargs]
@@ -88,6 +90,8 @@ def _new_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     tensors = list(islice(tensors_in((*args, *kwargs.values()), 2, MAX_LOOKED_AT), MAX_INPUTS))
     if not tensors:
         return BatchSize(None, None)
+    if num_pictures := _pictures(args[0] if args else next(iter(kwargs.values()))):
+        return BatchSize(None, num_pictures)
     first = next((tensor for tensor in tensors if tensor.dim()), tensors[0])  # a time may come before the batch
     num_dimensions, is_whole = first.dim(), _has_integers(first)
     is_vector_of_floats = num_dimensions == 1 and not is_whole  # one state of a simulation, not a batch
@@ -111,6 +115,13 @@ def _input_ids(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     elif depth:
         for one in islice(items_of(value), MAX_INPUTS):
             yield from _input_ids(one, depth - 1)
+
+
+def _pictures(value: Any) -> int:
+    """Return how many pictures a list has, each a tensor of its own size as detectors take them; else 0."""
+    pictures = list(items_of(value)) if isinstance(value, (list, tuple)) else []
+    are_pictures = all(isinstance(one, torch.Tensor) and one.dim() == 3 and one.size(0) in (1, 3) for one in pictures)
+    return len(pictures) if are_pictures and not any(map(_has_integers, pictures)) else 0
 
 
 def _has_integers(tensor: torch.Tensor) -> bool:

@@ -185,6 +185,7 @@ class Loop:
             if not self.finder.trains:
                 self.between.called_before_training(root)
         self._switch(label)
+        self.facts.called_as(label)
         # In training, a forward without gradients is an evaluation or a teacher and not part of the batch.
         if has_gradients or not self.finder.trains:
             self._gradients_unused |= self._awaits_backward
@@ -193,9 +194,8 @@ class Loop:
             self.observer.note_inputs(args, kwargs)
 
     def _label_with_gradients(self, root: nn.Module) -> str:
-        is_training = root.training or not self.finder.trains or self._trains_in_eval_mode
-        self._called_in_eval_mode = not is_training
-        if is_training:
+        self._called_in_eval_mode = not self._trains_in_eval_mode and self.between.looks_on(root)
+        if not self._called_in_eval_mode or not self.finder.trains:
             return UNATTRIBUTED if self.is_free else FORWARD
         return FORWARD_IN_EVAL_MODE
 
@@ -326,7 +326,7 @@ class Loop:
         depths = (self._root_depth, self._backward_depth, self._data_depth, self._manual_depth)
         optimizer = self._last_optimizer() if self._last_optimizer is not None else None
         is_busy = any(depths) or self._asides or self._optimizer_stack or self._updates.is_pending
-        is_usual = self._is_listening and self._backward_seen and self.finder.is_usual
+        is_usual = self._is_listening and self._backward_seen and self.finder.is_usual and not self.facts.by_loader
         if is_usual and optimizer is not None and not is_busy:
             owner = EXPLICIT if self.finder.source == EXPLICIT else self._owners.number(optimizer)
             self.usual.start(self._thread, optimizer, owner, in_full, most_steps)

@@ -216,7 +216,7 @@ class Session:
             self._probes.guard("tracing", self._probes.trace.next_step)
         if self._run.triggered is None:
             self._progress.step_ended(self._step, step.wall_ns, self._window, entered=self._window != finished)
-        self._loop.facts = StepFacts()
+        self._loop.facts = self._loop.facts.following()
         self._num_compiles = self._probes.compiler.num_compiles
         if not self._loop.usual.is_interpreting:
             self._run.settle(self._loop.is_free)
@@ -277,7 +277,7 @@ class Session:
         self._roots.stop_awaiting()
         self._loop.between.step_begins(self._step)
         self._last_ns = step.wall_ns
-        self._loop.facts = StepFacts()
+        self._loop.facts = self._loop.facts.following()
         self._clock.begin_step()
 
     def _has_settled(self) -> bool:

@@ -6,14 +6,15 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import reduce
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from stepscope.recorder.clock import TimedStep
-from stepscope.recorder.inputs import BatchSize, Inputs, batch_size, is_known
-from stepscope.recorder.values import parameters_in
+from stepscope.recorder.clock import EVALUATION, FORWARD_IN_EVAL_MODE, ROLLOUT, TimedStep
+from stepscope.recorder.inputs import MAX_INPUTS, MAX_LOOKED_AT, BatchSize, Inputs, batch_size, is_known
+from stepscope.recorder.values import parameters_in, tensors_in
 
 GradientState = Callable[[nn.Module], tuple[Any, ...]]
 
@@ -27,8 +28,12 @@ class StepFacts:
 
     A forward counts when a backward reaches it: samples that a GAN draws to look at do not. Calls that share a
     backward (an unrolled cell, two views of an image) are one micro-batch with the samples of the last. Their tokens
-    add up, and so do single samples, the steps of an episode. Calls with the same input have one batch: a closure
-    that an optimizer calls again.
+    add up, and so do single samples, the steps of an episode, unless a call goes on from what an earlier one made and
+    nobody has acted on that: a sequence read step by step. Calls with the same input have one batch: a closure that
+    an optimizer calls again.
+
+    A model may be given more rows than a DataLoader gave samples: nodes of graphs, views of images. The samples are
+    then those that the loader gave for the step.
     """
 
     def __init__(self) -> None:
@@ -37,6 +42,11 @@ class StepFacts:
         self.num_skipped = 0
         # Samples that DataLoaders gave, and most at once, as far as known: not in usual steps, which have one model.
         self._fetched = self._most_at_once = 0
+        # Of them: what no forward has used yet, what those of this step have, and the last that has used any.
+        self._ahead = self._used = self._in_hand = 0
+        self.by_loader = False
+        """Whether samples are what a loader gave, because the model is given more rows."""
+        self._has_acted = False
         self._batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
         # root -> tokens, samples of a forward without a backward yet, and the root itself
         self._waiting: dict[int, tuple[int, int, weakref.ref[nn.Module]]] = {}
@@ -59,7 +69,8 @@ class StepFacts:
         """
         batches = self._batches or {key: (tokens, samples, 1) for key, (tokens, samples, _) in self._waiting.items()}
         if len(batches) == 1:
-            return next(iter(batches.values()))
+            tokens, samples, calls = next(iter(batches.values()))
+            return tokens, (self._used or self._in_hand) if self.by_loader and not tokens else samples, calls
         with_tokens = [batch for batch in batches.values() if batch[0]]
         tokens, samples, calls = min(with_tokens or batches.values(), default=(0, 0, 0))
         most = max((batch[1] for batch in batches.values()), default=0)
@@ -71,7 +82,24 @@ class StepFacts:
     def fetched(self, num_samples: int) -> None:
         """Note a batch of a DataLoader, 0 if its size is not known."""
         self._fetched += num_samples
+        self._ahead += num_samples
         self._most_at_once = max(self._most_at_once, num_samples)
+
+    def called_as(self, label: str) -> None:
+        """Note what a forward is for: what is fetched for an evaluation trains nothing."""
+        if label in (EVALUATION, ROLLOUT, FORWARD_IN_EVAL_MODE):
+            self._ahead = 0
+
+    def following(self) -> StepFacts:
+        """Return those of the next step, which may use what this one has fetched."""
+        following = StepFacts()
+        following._ahead, following._in_hand = self._ahead, self._in_hand
+        following.by_loader = self.by_loader
+        return following
+
+    def acted(self) -> None:
+        """Note that something was drawn from what a model has made: an action."""
+        self._has_acted = True
 
     def joined(self, following: StepFacts) -> StepFacts:
         """Return what is known about this step and the next one as a single step."""
@@ -82,6 +110,9 @@ class StepFacts:
         both.num_skipped = self.num_skipped + following.num_skipped
         both._fetched = self._fetched + following._fetched
         both._most_at_once = max(self._most_at_once, following._most_at_once)
+        both._ahead, both._in_hand = following._ahead, following._in_hand
+        both._used = self._used + following._used
+        both.by_loader = following.by_loader
         both._waiting = following._waiting
         for root in {**self._batches, **following._batches}:
             first, second = (each._batches.get(root, (0, 0, 0)) for each in (self, following))
@@ -92,6 +123,10 @@ class StepFacts:
         """Note the batch of a forward. Return its samples."""
         size = batch_size(args, kwargs)
         key, num_tokens, num_samples = id(root), size.num_tokens or 0, size.num_samples or 0
+        if self._ahead:
+            self.by_loader |= num_samples > self._ahead > 1  # one may be a whole batch
+            self._in_hand, self._ahead = self._ahead, 0
+            self._used += self._in_hand
         before = self._waiting.get(key)
         if before is None or num_samples == 1 or num_tokens:
             given = args[0] if args else next(iter(kwargs.values()), None)
@@ -100,7 +135,8 @@ class StepFacts:
                     return size.num_samples
                 self._inputs.append((weakref.ref(given), key))
         if before is not None:
-            num_tokens, num_samples = before[0] + num_tokens, num_samples + (before[1] if num_samples == 1 else 0)
+            is_another = num_samples == 1 and (self._has_acted or not _goes_on((args, kwargs)))
+            num_tokens, num_samples = before[0] + num_tokens, num_samples + (before[1] if is_another else 0)
         self._waiting[key] = num_tokens, num_samples, weakref.ref(root)
         return size.num_samples
 
@@ -136,6 +172,11 @@ class StepFacts:
             new_tokens, new_samples, _ = self._waiting.pop(key)
             tokens, samples, calls = self._batches.get(key, (0, 0, 0))
             self._batches[key] = tokens + new_tokens, samples + new_samples, calls + 1
+
+
+def _goes_on(given: Any) -> bool:
+    """Return whether a call is given what an earlier one has made: a hidden state."""
+    return any(tensor.grad_fn is not None for tensor in islice(tensors_in(given, 3, MAX_LOOKED_AT), MAX_INPUTS))
 
 
 class Gradients:
