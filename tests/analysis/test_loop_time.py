@@ -87,6 +87,29 @@ def test_one_evaluation_after_the_last_step_belongs_to_the_run(loop):
     assert loop(tail=120, exit_after=12).between_ns == {}
 
 
+def test_what_comes_once_after_the_last_of_several_epochs_is_the_end_of_the_run(tmp_path):
+    recording = read_recording(write_recording(tmp_path / "run", cpu_facts(), [sample(step) for step in range(12)]))
+    steps = [
+        replace(one, host_ns={**one.host_ns, "loader_start": MS}, wall_ns=one.wall_ns + MS)
+        if not one.step % 6
+        else one
+        for one in recording.samples
+    ]
+    run = replace(
+        recording, samples=tuple(steps), tail=Aside(0, 120 * MS, {"evaluation": 120 * MS}, {"evaluation": 1})
+    )
+
+    found = loop_time(run, on_device=False)
+    assert "evaluation" not in found.between_ns
+    assert {row.name: row.ns for row in found.rows}["evaluation"] == 120 * MS
+    assert "evaluation" in loop_time(replace(run, samples=recording.samples), on_device=False).between_ns
+
+
+def test_words_that_are_drawn_after_the_last_step_train_nothing(loop):
+    assert loop(tail=120, kind="rollout").between_ns == {}
+    assert loop(tail=120, step6=60, kind="rollout").between_ns == {"rollout": 5 * MS}
+
+
 def test_a_loader_that_starts_after_the_last_step_feeds_none(loop):
     """The data of a test at the end, after one loader that was started before the first step."""
     assert loop(tail=120, step0=60, kind="loader_start").between_ns == {}

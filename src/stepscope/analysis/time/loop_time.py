@@ -26,18 +26,7 @@ BETWEEN = {
     "garbage_collection": "garbage collection",
 }
 """What a loop does between steps, as recorded, and the row that shows it."""
-ROWS = (
-    TRAINING,
-    DATA,
-    "evaluation",
-    "rollout",
-    "checkpoint",
-    "logging",
-    "garbage collection",
-    WARMUP,
-    MEASURING,
-    OTHER,
-)
+ROWS = (TRAINING, *dict.fromkeys(BETWEEN.values()), WARMUP, MEASURING, OTHER)
 GAPS = ("before_forward", "before_backward", "other")  # between the passes of a step
 LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however much they differ
 UNTIMED = "warmup"
@@ -284,7 +273,8 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
 
     If the script ran to its end, everything it did counts. Else the distance from the first time to the last tells
     how often it happens; of a single time, the steps before it, or those after it if they are more. What happens only
-    before the first step is part of starting up. A DataLoader that starts after the last step feeds none.
+    before the first step is part of starting up. A DataLoader or a rollout after the last step feeds none, and what
+    comes once after several epochs is the end of the run, however long that is.
     """
     num_steps = len(recording.samples)
     # Compiling collects garbage for seconds, and that happens once.
@@ -292,7 +282,7 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     times = Counter({sample.step: sample.host_ns[kind] for sample in samples if sample.host_ns.get(kind)})
     stopped_early = (recording.facts.get("command") or {}).get("exit_after")
     is_whole = recording.status == "finished" and not stopped_early
-    tail = recording.tail if is_whole and kind != "loader_start" else None
+    tail = recording.tail if is_whole and kind not in ("loader_start", "rollout") else None
     for step, aside in ((0, recording.lead), (num_steps, tail)):
         if aside is not None and aside.host_ns.get(kind):
             times[step] += aside.host_ns[kind]
@@ -302,6 +292,8 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     if first == last:
         if not first:
             return 0.0, is_whole or kind == "loader_start"
+        if first == num_steps and _num_epochs(recording) > 1:
+            return 0.0, True
         return times[first] / (num_steps if is_whole else max(first, num_steps - first)), True
     later_ns = times.total() - times[first]
     if is_whole:
@@ -310,6 +302,13 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
         usual_ns = later_ns / (len(times) - 1) if len(times) > 2 else times[first]
         return (later_ns + min(times[first], usual_ns)) / num_steps, True
     return later_ns / (last - first), True
+
+
+def _num_epochs(recording: Recording) -> int:
+    """Return how many times a DataLoader has started for training."""
+    times = [sample.host_ns for sample in recording.samples]
+    times += [recording.lead.host_ns] if recording.lead is not None else []
+    return sum(bool(each.get("loader_start")) for each in times)
 
 
 def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tuple[LoopRow, ...], int]:
