@@ -117,6 +117,13 @@ def test_work_that_no_update_uses(tmp_path):
     assert finding.saving_ns == pytest.approx(2 * MS) and "at most Python code reads them" in finding.sentence
 
 
+def test_what_an_action_is_drawn_from_is_for_training(tmp_path):
+    chances = an_op("aten.mm", [DATA], [MADE], 3000)
+    drawn = an_op("aten.multinomial", [MADE], [MADE + 1])
+
+    assert work_beside_training(of(tmp_path, TRAINED, chances, drawn)) == []
+
+
 def test_a_result_that_never_changes(tmp_path):
     mask = an_op("aten.tril", [DATA], [MADE], 2000)
     used = an_op("aten.mul", [MADE], [WEIGHT])

@@ -20,6 +20,8 @@ _STATE = ("parameter", "optimizer_state", "buffer")
 _OUTSIDE = -1  # storages that no op made, and those without a byte
 ALLOCATION = r"^aten::(new_)?empty(_like|_strided|_permuted)?$"
 """Ops that only take memory: what is in it is unknown."""
+_DRAWS = r"^aten::(multinomial|bernoulli|normal)$"
+"""Ops that draw from what a model has made. The script goes on with actions and words outside of torch."""
 BACKWARD = "backward"
 _OF_AUTOGRAD = r"^(autograd|torch)::"
 _SCHEMA = {
@@ -62,8 +64,9 @@ def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
     if not log or log.get("num_dropped"):  # what reads a result may be among those that are missing
         return pl.DataFrame(schema=_SCHEMA)
     kinds, calls, allocations = log["kinds"], log["calls"], memory["allocations"]
-    uses = _uses(calls, allocations, log["unchanged"])
     names = [kind["op"].replace(".", "::", 1) for kind in kinds]
+    drawn = {number for number, call in enumerate(calls) if call["reads"] and re.match(_DRAWS, names[call["kind"]])}
+    uses = _uses(calls, allocations, log["unchanged"], drawn)
     is_random = [bool(kind["is_random"]) for kind in kinds]
     is_allocation = [bool(re.match(ALLOCATION, name)) for name in names]
     constant = _constants(calls, is_random, is_allocation, allocations, log["unchanged"])
@@ -76,18 +79,23 @@ def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
 
 
-def _uses(calls: Sequence[Call], allocations: Sequence[Mapping[str, Any]], unchanged: Collection[int]) -> list[str]:
+def _uses(
+    calls: Sequence[Call],
+    allocations: Sequence[Mapping[str, Any]],
+    unchanged: Collection[int],
+    drawn: Collection[int],
+) -> list[str]:
     """Return one of TRAINING, KEPT, READ and UNUSED for each call."""
     state = {index for index, one in enumerate(allocations) if one["owner"] in _STATE} | {_OUTSIDE}
     alive = {index for index, one in enumerate(allocations) if one["died"] is None and one["owner"] != "gradient"}
-    trained, needed = _contributing(calls, state)
+    trained, needed = _contributing(calls, state, drawn)
     # Steps are alike: what lives on is used in the next step if its like from the step before is used in this one.
     before = [index for index in needed - state - set(unchanged) if allocations[index]["born"] is None]
     carried = {_likeness(allocations[index]) for index in before}
     lives_on = {index for index, one in enumerate(allocations) if one["died"] is None} - state
     again = {index for index in lives_on if _likeness(allocations[index]) in carried}
     if again:
-        trained, _ = _contributing(calls, state | again)
+        trained, _ = _contributing(calls, state | again, drawn)
     kept, _ = _contributing(calls, state | again | alive)
     read, _ = _contributing(calls, (), with_reads=True)
     uses = dict.fromkeys(read, READ) | dict.fromkeys(kept, KEPT) | dict.fromkeys(trained, TRAINING)
@@ -100,14 +108,15 @@ def _likeness(allocation: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _contributing(
-    calls: Sequence[Call], results: Iterable[int], with_reads: bool = False
+    calls: Sequence[Call], results: Iterable[int], wanted: Collection[int] = (), with_reads: bool = False
 ) -> tuple[set[int], set[int]]:
-    """Return the calls that contribute to what some storages hold at the end, and what is needed at the start; with
-    reads, also those that contribute to what an op hands to Python code."""
+    """Return the calls that contribute to what some storages hold at the end, or to wanted calls, and what is needed
+    at the start; with reads, also those that contribute to what an op hands to Python code."""
     needed, found = set(results), set()
     for number in range(len(calls) - 1, -1, -1):
         reads, writes = calls[number]["reads"], calls[number]["writes"]
-        if needed.isdisjoint(writes) and not (with_reads and reads and not writes):
+        is_read = with_reads and reads and not writes
+        if needed.isdisjoint(writes) and number not in wanted and not is_read:
             continue
         found.add(number)
         needed.difference_update(one for one in writes if one not in reads and one != _OUTSIDE)
