@@ -139,17 +139,35 @@ _FEWEST_SAMPLES = 5
 _LEAST_SEEN = 0.1  # of the samples
 
 
-def python_text(case: Case, has_data: bool = True, has_others: bool = True) -> str:
-    """Return the lines at which Python was most often outside of the passes, in the step before the trace, as a
-    sentence: where a batch is fetched, elsewhere, or both."""
+def python_lines(case: Case, has_data: bool = True, has_others: bool = True) -> list[tuple[str, int]]:
+    """Return the lines at which Python was outside of the passes in the step before the trace, with their samples:
+    where a batch is fetched, elsewhere, or both; none if they are too few.
+
+    On a GPU, the line of the optimizer's call outside of the optimizer's phase is where the recorder waits for the
+    step's end.
+    """
     facts = case.recording.facts.get("python") if case.has_recording else None
     lines = [line for line in (facts or {}).get("lines", []) if line["phase"] not in TRAINING
              and (has_data if line["phase"] == DATA else has_others)]  # fmt: skip
-    num = sum(line["num_samples"] for line in lines)
-    if num < _FEWEST_SAMPLES:
-        return ""
-    worth = [line for line in lines if line["num_samples"] >= _LEAST_SEEN * num][:_MOST_LINES]
-    texts = [f"{line_text(line['place'])} ({whole_percent(line['num_samples'] / num)})" for line in worth]
+    ends = _optimizer_lines(case) if lines else frozenset()
+    counts = [(line["place"], line["num_samples"]) for line in lines if line["place"] not in ends]
+    return counts if sum(num for _, num in counts) >= _FEWEST_SAMPLES else []
+
+
+def _optimizer_lines(case: Case) -> frozenset[str]:
+    ops = None if case.is_on_cpu else if_available(lambda: logged_of(case))
+    if ops is None:
+        return frozenset()
+    stepped = ops.filter(PHASE == "optimizer")
+    return frozenset({*stepped["place"].drop_nulls(), *stepped["caller"].drop_nulls()})
+
+
+def python_text(case: Case, has_data: bool = True, has_others: bool = True) -> str:
+    """Return the lines at which Python was most often outside of the passes (`python_lines`) as a sentence."""
+    lines = python_lines(case, has_data, has_others)
+    num = sum(each for _, each in lines)
+    worth = [(place, each) for place, each in lines if each >= _LEAST_SEEN * num][:_MOST_LINES]
+    texts = [f"{line_text(place)} ({whole_percent(each / num)})" for place, each in worth]
     where = "" if not has_others else "Outside of data and passes, " if not has_data else "Outside of the passes, "
     return f" {where}Python was most often at {', '.join(texts)}, in {num} samples of its stack." if texts else ""
 

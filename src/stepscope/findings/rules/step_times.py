@@ -10,7 +10,7 @@ from stepscope.analysis.structure.nesting import python_callers
 from stepscope.analysis.time.cpu_ledger import TRAINING
 from stepscope.analysis.time.stalls import MANY_OPS
 from stepscope.errors import ABOUT_CPUS, if_available
-from stepscope.findings.op_lines import data_text, outside_text, python_text
+from stepscope.findings.op_lines import data_text, outside_text, python_lines, python_text
 from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.findings.rules.cpu import by_name, ops_of_steps
 from stepscope.formatting import duration, plural, safe, whole_percent
@@ -58,16 +58,45 @@ def _loader_fix(case: Case, waited_ns: float) -> str:
     )
 
 
+def _clean_wait_ns(case: Case, waits: pl.DataFrame) -> float:
+    """Return the most that the GPU can wait before the forward, by its own events in the clean steps: a trace begins
+    with an empty queue, and its first step waits for what the host otherwise does ahead. Infinite if unknown."""
+    phases = if_available(lambda: case.summary.phases) if case.has_recording else None
+    found = [phase.device_ns for phase in phases or () if phase.name not in TRAINING]
+    if not found or (waits["phase"] == "forward").any():
+        return float("inf")
+    return float("inf") if None in found else sum(filter(None, found))
+
+
+def _has_no_loader(case: Case) -> bool:
+    """Return whether a recording shows that the script makes its batches without a DataLoader."""
+    facts = case.recording.facts if case.has_recording else {}
+    return "loader" not in facts and bool((facts.get("flags") or {}).get("num_cores"))
+
+
+def _ahead_fix(case: Case) -> str:
+    """Return the change of a loop that makes its batches itself, with the line that takes most of it if known."""
+    lines = python_lines(case)
+    longest = f" ({safe(lines[0][0].partition(' ')[0], 80)} takes longest)" if lines else ""
+    return (
+        "batch, pending = pending.result(), pool.submit(next_batch)  # a ThreadPoolExecutor(1) makes the next one "
+        f"while the GPU works on this one{longest}; or make it on the GPU, or in a Dataset of a DataLoader(..., "
+        "num_workers=…)"
+    )
+
+
 def _in_trace(case: Case) -> list[Finding]:
     waits = case.stalls.filter(pl.col("kind") == "data")
     saving_ns = case.host_saving_ns(waits)
+    saving_ns = saving_ns.at_most(max(0.0, min(float(saving_ns), _clean_wait_ns(case, waits))))
     if not case.is_worth(saving_ns):
         return []
     wait_ns = float(waits.select(LENGTH).sum().item())
     is_loader = waits["phase"].eq_missing("data").any()
     preparing = waits.filter(pl.col("num_ops") >= MANY_OPS, pl.col("phase").ne_missing("data"))
     is_preparing = 2 * preparing.select(LENGTH).sum().item() > wait_ns
-    fix = _loader_fix(case, wait_ns / case.num_steps)
+    is_by_hand = _has_no_loader(case) and not is_loader
+    fix = _ahead_fix(case) if is_by_hand else _loader_fix(case, wait_ns / case.num_steps)
     what = "before the forward with no op running, most likely for data"
     if is_preparing:
         num_ops = float(preparing["num_ops"].sum()) / case.num_steps
@@ -75,7 +104,7 @@ def _in_trace(case: Case) -> list[Finding]:
             f"while the host prepares the batch on the CPU, in {plural(num_ops, 'op')}, mostly "
             f"{preparing.sort(LENGTH, descending=True)['most_op'][0]}"
         )
-        fix = f"do it in workers, in the dataset or the collate_fn: {fix}"
+        fix = fix if is_by_hand else f"do it in workers, in the dataset or the collate_fn: {fix}"
     elif is_loader:
         what = "for the DataLoader"
     rows = waits.select("step", "phase", "num_ops", "most_op", LENGTH).head(8).to_dicts()
@@ -88,6 +117,7 @@ def _in_trace(case: Case) -> list[Finding]:
         confidence="high" if is_loader and not is_preparing else "medium",
         falsified_by=_CHECK,
         places=case.host_places(waits),
+        is_provable=not is_by_hand,  # workers need a DataLoader
         evidence=(Evidence("waits", rows),),
     )
 
