@@ -23,8 +23,8 @@ _OTHER_DEVICE = {ABOUT_GPUS: "GPUs", ABOUT_CPUS: "CPUs"}
 _LESS_WORK = {
     "padding": "tokens,flops",
     **dict.fromkeys(
-        ("forward_without_backward", "product_order", "discarded_gradients", "work_beside_training", "constant_work",
-         "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop"), "flops",
+        ("forward_without_backward", "longer_side", "product_order", "discarded_gradients", "work_beside_training",
+         "constant_work", "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop"), "flops",
     ),
 }  # fmt: skip
 """What is not equal after the fix of a finding, so that `compare` must be told."""
