@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -178,6 +179,7 @@ def test_damaged_files_are_named_and_the_others_read(tmp_path):
     whole = (folder / "nccl_trace_rank_2").read_bytes()
     (folder / "nccl_trace_rank_2").write_bytes(whole[: len(whole) // 2])
     (folder / "nccl_trace_rank_3").write_bytes(b"")
+    os.utime(folder / "nccl_trace_rank_3", (2e9, 2e9))  # the newest
     (folder / "notes_4.txt").write_text("not a dump")
     hang = stepscope.hang(folder)
 

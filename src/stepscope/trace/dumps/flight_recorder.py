@@ -92,7 +92,7 @@ def read_dumps(folder: Path) -> Dumps:
             f"{folder} has no flight-recorder dump that can be read{why}. Each rank writes one, such as "
             "nccl_trace_rank_0, if TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 are set (docs/hangs.md)"
         )
-    return Dumps(folder, dict(sorted(found.items())), unread - found.keys(), problems)
+    return Dumps(folder, dict(sorted(found.items())), unread - found.keys(), sorted(problems))
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int]]:
