@@ -86,7 +86,7 @@ def full_logits(case: Case) -> list[Finding]:
         saving_ns = case.saving_ns(case.without(gone, durations))
     elif not held or case.memory.peak_bytes < _SHORT_SHARE * (case.device.visible_bytes or case.device.memory_bytes):
         return []
-    saving_bytes = _saved(case, held, held // _NUM_CHUNKS if held and is_fused else int(kept_bytes))
+    saving_bytes = freed_bytes(case, held, held // _NUM_CHUNKS if held and is_fused else int(kept_bytes))
     if not (case.is_worth(saving_ns or 0.0) or is_worth_bytes(case, saving_bytes)):
         return []
     one = work.sort(pl.col("num_tokens") * pl.col("vocabulary")).row(-1, named=True)
@@ -129,7 +129,7 @@ def _is_in_chunks(work: pl.DataFrame) -> pl.Series:
     return work.select(sizes).join(most, on=sizes, how="left", maintain_order="left")["made"] > 1
 
 
-def _saved(case: Case, held: int | None, kept: int) -> int | None:
+def freed_bytes(case: Case, held: int | None, kept: int) -> int | None:
     """Return the bytes that need not be held, at most the difference to the peak in other stages of the step."""
     if not held:
         return None
