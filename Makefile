@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 HTA := .venv-hta
 # Compiled where there is a C compiler, and again when it changes.
 FAST := $(wildcard src/stepscope/trace/fast/*.[ch] src/stepscope/recorder/usual/*.c)
-INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
+PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
+# uv installs the many packages in seconds. It knows no folder of wheels that pip has, so pip brings torch.
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable
 
 # Without bytecode every process that imports torch takes four seconds longer.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,11 +51,11 @@ clean:
 	rm -rf $(VENV) $(HTA) runs build dist src/*.egg-info src/stepscope/trace/fast/_scan.*.so src/stepscope/recorder/usual/_notes.*.so
 
 # A stamp a set of extras: what is installed is installed once, and again only when its list changes.
-$(VENV)/demo.installed: pyproject.toml setup.py constraints.txt $(FAST) | $(BIN)/pip
+$(VENV)/demo.installed: pyproject.toml setup.py constraints.txt $(FAST) | $(BIN)/uv
 	$(INSTALL) '.[torch]'
 	touch $@
 
-$(VENV)/test.installed: pyproject.toml setup.py constraints.txt $(FAST) | $(BIN)/pip
+$(VENV)/test.installed: pyproject.toml setup.py constraints.txt $(FAST) | $(BIN)/uv
 	$(INSTALL) '.[test]'
 	touch $@ $(VENV)/demo.installed
 
@@ -62,5 +64,6 @@ $(HTA)/installed: constraints-hta.txt
 	$(HTA)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-hta.txt traceinsight
 	touch $@
 
-$(BIN)/pip:
+$(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt torch numpy uv
