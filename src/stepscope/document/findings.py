@@ -24,7 +24,8 @@ _LESS_WORK = {
     "padding": "tokens,flops",
     **dict.fromkeys(
         ("forward_without_backward", "longer_side", "product_order", "discarded_gradients", "work_beside_training",
-         "constant_work", "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop"), "flops",
+         "constant_work", "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop", "repeated_rows"),
+        "flops",
     ),
 }  # fmt: skip
 """What is not equal after the fix of a finding, so that `compare` must be told."""
