@@ -184,7 +184,7 @@ def _evaluates(name: str) -> bool:
 
 
 def _plays() -> bool:
-    """Return whether the script has environments to act in: what nobody names chooses actions there."""
+    """Return whether the script imported an environment library: unnamed calls then choose actions."""
     return not _ENVIRONMENTS.isdisjoint(sys.modules)
 
 

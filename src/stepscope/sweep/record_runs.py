@@ -277,7 +277,7 @@ def run_again(
 
 
 _END_WITH_PARENT = partial(set_process, PARENT_DEATH_SIGNAL, signal.SIGKILL) if sys.platform == "linux" else None
-"""Lets the kernel end a run when its parent is killed: a run that nobody waits for would go on."""
+"""Asks the kernel to end a run when its parent is killed: otherwise the run would go on."""
 
 
 def run_process(
