@@ -29,8 +29,8 @@ class StepFacts:
     A forward counts when a backward reaches it: samples that a GAN draws to look at do not. Calls that share a
     backward (an unrolled cell, two views of an image) are one micro-batch with the samples of the last. Their tokens
     add up, and so do single samples, the steps of an episode. They do not if a call goes on from what an earlier one
-    made, with no action drawn in between: a sequence read step by step. Calls with the same input have one batch: a closure that
-    an optimizer calls again.
+    made, with no action drawn in between: a sequence read step by step. Calls with the same input have one batch: a
+    closure that an optimizer calls again.
 
     A model may be given more rows than a DataLoader gave samples: nodes of graphs, views of images. The samples are
     then those that the loader gave for the step.
