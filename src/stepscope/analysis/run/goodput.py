@@ -16,14 +16,13 @@ from stepscope.analysis.time.loop_time import (
     OTHER,
     ROWS,
     TRAINING,
-    UNTIMED,
     WARMUP,
+    WITHOUT_PROBES,
 )
 
 STARTUP, STALLS, RESTARTS, REPEATED = "start-up", "stalls", "restarts", "repeated steps"
 ALL_ROWS = (*ROWS[:-2], STARTUP, STALLS, RESTARTS, REPEATED, MEASURING, OTHER)
 _CHECKPOINT, _FINISHED = "checkpoint", "finished"
-_WITHOUT_PROBES = (UNTIMED, "clean", FREE)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _add_blocks(run: Run, rows: dict[str, int]) -> None:
     usual_ns = median(_rest_ns(block) / block.num_steps for block in run.free or run.blocks)
     at = 0
     for block in run.blocks:
-        is_probed = block.window not in _WITHOUT_PROBES
+        is_probed = block.window not in WITHOUT_PROBES
         for kind, ns in block.host_ns.items():
             if kind == DATA or kind in BETWEEN:
                 # What probes allocate makes garbage.

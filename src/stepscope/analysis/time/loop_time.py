@@ -30,6 +30,7 @@ ROWS = (TRAINING, *dict.fromkeys(BETWEEN.values()), WARMUP, MEASURING, OTHER)
 GAPS = ("before_forward", "before_backward", "other")  # between the passes of a step
 LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however much they differ
 UNTIMED = "warmup"
+WITHOUT_PROBES = (UNTIMED, "clean", "free")  # windows
 COLLECTION = "garbage_collection"
 _NO_WAIT = 0.01  # of the time
 _MOST_LEAD, _LEAST_OF_USUAL = 4, 0.9  # steps by which a host may be ahead, and the share of others that they take
@@ -127,7 +128,7 @@ def _without_own_collections(recording: Recording) -> Recording:
     as measuring."""
     samples = []
     for sample in recording.samples:
-        own_ns = sample.host_ns.get(COLLECTION, 0) if sample.window not in (UNTIMED, "clean", "free") else 0
+        own_ns = sample.host_ns.get(COLLECTION, 0) if sample.window not in WITHOUT_PROBES else 0
         if own_ns:
             times = {**sample.host_ns, COLLECTION: 0, "unattributed": sample.host_ns.get("unattributed", 0) + own_ns}
             sample = replace(sample, host_ns=times, num_times={**sample.num_times, COLLECTION: 0})
