@@ -79,7 +79,11 @@ def of(folder: Path, *ops: Op, unchanged: tuple[int, ...] = (), pause: int = 0, 
     calls = [
         {"kind": number, **{key: one[key] for key in ("reads", "writes", "size")}} for number, one in enumerate(ops)
     ]
-    zeros = [{"call": number, "share": one["zeros"]} for number, one in enumerate(ops) if one["zeros"]]
+    zeros = [
+        {"call": number, "share": one["zeros"], "storage": one["reads"][0]}
+        for number, one in enumerate(ops)
+        if one["zeros"]
+    ]
     log = {"kinds": kinds, "calls": calls, "zeros": zeros, "unchanged": list(unchanged)}
     case.__dict__["allocations"] = {"allocations": STORAGES, "ops": log}
     return case
@@ -173,11 +177,12 @@ def test_a_loop_that_makes_a_tensor_longer(tmp_path):
 def test_a_product_with_zeros_and_what_makes_them(tmp_path):
     dims = {"dims": lambda step: [[640, 4000], [4000, 64]]}
     made = an_op("aten._to_copy", [DATA], [MADE], 1000)
-    case = of(tmp_path, made, an_op("aten.mm", [MADE, WEIGHT], [WEIGHT], 4000, zeros=0.99, **dims))
+    beside = an_op("aten.relu", [DATA], [MADE + 1], 1000)  # on the same line, but for something else
+    case = of(tmp_path, made, beside, an_op("aten.mm", [MADE, WEIGHT], [WEIGHT], 4000, zeros=0.99, **dims))
 
     (finding,) = mostly_zeros(case)
 
-    assert finding.saving_ns == pytest.approx(1 * MS + 0.99 * 4 * MS, rel=0.01)
+    assert finding.saving_ns == pytest.approx(0.99 * (1 + 4) * MS, rel=0.01)
     assert mostly_zeros(of(tmp_path, made, an_op("aten.mm", [MADE], [WEIGHT], 4000, zeros=0.91, **dims))) == []
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stepscope.recorder.ledger.ledger import Ledger
-from stepscope.recorder.ledger.op_log import Unchanged
+from stepscope.recorder.ledger.op_log import Unchanged, _nonzeros
 from stepscope.recorder.ledger.storages import storage_key
 
 
@@ -82,7 +82,27 @@ def test_zeros_of_large_operands_are_counted():
 
     _, log = logged(lambda phase: (net.up(sparse), net.up(torch.ones(64, 400))), net)
 
-    assert [entry["share"] for entry in log["zeros"]] == [0.9975]
+    (entry,) = log["zeros"]
+    assert entry["share"] == pytest.approx(0.9975, abs=1e-4)
+    assert entry["storage"] in log["calls"][entry["call"]]["reads"]
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024), (1000, 1000), (4096, 64), (64, 4096), (7, 96, 512)])
+def test_zeros_are_estimated_from_few_elements(shape):
+    """Rows, columns and diagonals are where a regular choice of elements finds all of the ones, or none."""
+    row, column, diagonal = (torch.zeros(shape) for _ in range(3))
+    row[..., 0, :] = column[..., :, 0] = 1.0
+    torch.diagonal(diagonal, dim1=-2, dim2=-1).fill_(1.0)
+
+    for matrix in (row, column, diagonal, column.transpose(-1, -2)):
+        found = _nonzeros(matrix)
+        assert found is not None and found._num < 50_000
+        exact = 1.0 - float(torch.count_nonzero(matrix)) / matrix.numel()
+        assert found.zero_share == pytest.approx(exact, abs=2e-3)
+
+
+def test_what_repeats_elements_is_not_counted():
+    assert _nonzeros(torch.zeros(1, 600).expand(600, 600)) is None
 
 
 def test_drawn_numbers_are_marked():
@@ -148,7 +168,7 @@ def test_an_op_that_cannot_be_followed_makes_the_log_incomplete(monkeypatch):
     def broken(self, tensor):
         raise RuntimeError("no storage")
 
-    monkeypatch.setattr(OpLog, "_zero_share", broken)
+    monkeypatch.setattr(OpLog, "_nonzeros", broken)
     net = Net()
     ledger, log = logged(lambda phase: net(torch.randn(64, 400)), net)
     assert log["num_dropped"] == 1

@@ -11,7 +11,7 @@ from stepscope.analysis.time.ledger import ROWS
 from stepscope.errors import if_available
 from stepscope.findings.claims import Claims
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.op_lines import first_line, lines_of, lines_text, ops_of, pauses_text, python_text
+from stepscope.findings.op_lines import first_line, lines_of, lines_text, logged_of, ops_of, pauses_text, python_text
 from stepscope.findings.rules.cpu import least_ns
 from stepscope.formatting import duration, safe, whole_percent
 from stepscope.session.case import Case
@@ -68,7 +68,7 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
     most, fix = "", _TRY.get(row, _TRY_IDLE)
     places: Places = ()
     if not work.is_empty():
-        keys = ("op", "module", "shapes", "phase")
+        keys = ("op", "class", "module", "shapes", "phase")
         facts = case.work.select("event", *(pl.col(key).cast(pl.String) for key in keys))
         table = work.join(facts, on="event").group_by(keys).agg(
             (pl.len() / case.num_steps).alias("num_kernels"),
@@ -81,7 +81,11 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
         where = f" in {safe(first['module'], 60)}" if first["module"] else ""
         has_limit = not case.is_on_cpu and row != "unknown_work"
         rate = f", at {whole_percent(first['limit_share'])} of the device's limit" if has_limit else ""
-        most = f" Most of it is {safe(first['op'] or 'work without an op', 60)}{where}{rate}."
+        lines = if_available(lambda: _lines_of(case, work, first["op"]))
+        line = f", at {first_line(lines)}" if lines is not None and lines.height else ""
+        most = f" Most of it is {safe(first['op'] or 'work without an op', 60)}{where}{line}{rate}."
+        if row == "scatters" and first["class"] == _SORTS:
+            fix = _TRY_CLASS[_SORTS]
         fix = _TRY_FFT if str(first["op"]).startswith("aten::_fft") else fix
         if sizes := _wide_filter(first["op"], first["shapes"]):
             dense, apart = prod(sizes), sum(sizes)
@@ -113,6 +117,12 @@ def _finding(case: Case, claims: Claims, row: str, ns: float) -> Finding:
     )
 
 
+def _lines_of(case: Case, work: pl.DataFrame, op: str | None) -> pl.DataFrame:
+    """Return the lines behind the calls of an op that do some of this work, those that lose most first."""
+    ops = case.work.filter(pl.col("op").cast(pl.String).eq_missing(op)).join(work.select("event"), on="event")
+    return lines_of(case, logged_of(case).filter(pl.col("row").is_in(ops["call"].implode())))
+
+
 def _wide_filter(op: str | None, shapes: str | None) -> tuple[int, ...] | None:
     """Return the sizes of a depthwise convolution's filter if it has far more elements than rows and columns."""
     place = argument_place(op or "", "weight")
@@ -126,12 +136,13 @@ def _wide_filter(op: str | None, shapes: str | None) -> tuple[int, ...] | None:
 
 _CPU_WORK = ("cpu_products", "cpu_ops")
 _SLOW_SHARE = 0.1  # of a step, which a line takes beyond what its work needs
+_SORTS = "sort_scan"
 _TRY_CLASS = {
     "gemm": "fewer and larger products, sizes that are multiples of 16, a larger batch",
     "convolution": "fewer and larger convolutions, channels_last, groups=1",
     "copy_cast": "remove .contiguous(), .to(), .clone() and permutations that copy",
     "embedding_index": "index fewer elements, or once for all of them",
-    "sort_scan": "sort fewer elements, topk instead of sort, or do it every N steps",
+    _SORTS: "sort fewer elements, topk instead of sort, sums along the last dimension, or do it every N steps",
 }
 
 

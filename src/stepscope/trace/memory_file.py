@@ -25,7 +25,7 @@ SCHEMA: dict[str, Any] = {
     "ops~": {
         "kinds": [{"op": TEXT, "phase": TEXT, "place~": TEXT, "caller~": TEXT, "is_random": FLAG}],
         "calls": [{"kind": COUNT, "reads": [INTEGER], "writes": [INTEGER], "size": COUNT}],
-        "zeros": [{"call": COUNT, "share": AMOUNT}],
+        "zeros": [{"call": COUNT, "share": AMOUNT, "storage~": INTEGER}],
         "unchanged": [COUNT],
         "num_dropped~": COUNT,
     },
@@ -72,8 +72,9 @@ def _check_ops(ops: Mapping[str, Any], num_allocations: int) -> None:
         named = (*call["reads"], *call["writes"])
         if call["kind"] >= len(ops["kinds"]) or not all(-1 <= one < num_allocations for one in named):
             raise NotOfSchema(f"ops.calls[{index}] names a kind or a storage that there is not")
-    if any(zeros["call"] >= len(ops["calls"]) for zeros in ops["zeros"]):
-        raise NotOfSchema("ops.zeros names a call that there is not")
+    for zeros in ops["zeros"]:
+        if zeros["call"] >= len(ops["calls"]) or not -1 <= (zeros.get("storage") or 0) < num_allocations:
+            raise NotOfSchema("ops.zeros names a call or a storage that there is not")
 
 
 def _of_version_1(memory: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ coarse, an op counts as used, and as different in every step.
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import polars as pl
@@ -23,11 +24,13 @@ ALLOCATION = r"^aten::(new_)?empty(_like|_strided|_permuted)?$"
 _DRAWS = r"^aten::(multinomial|bernoulli|normal)$"
 """Ops that draw from what a model has made. The script goes on with actions and words outside of torch."""
 BACKWARD = "backward"
+MAKES_ZEROS, READS_ZEROS = "makes", "reads"
+_PRODUCT = r"^aten\.(mm|addmm|bmm|baddbmm)$"
 _OF_AUTOGRAD = r"^(autograd|torch)::"
 _SCHEMA = {
     "call": pl.UInt32, "name": pl.String, "phase": pl.String, "place": pl.String, "caller": pl.String,
     "use": pl.String,
-    "is_constant": pl.Boolean, "zero_share": pl.Float64, "size": pl.Int64,
+    "is_constant": pl.Boolean, "zero_share": pl.Float64, "zeros": pl.String, "size": pl.Int64,
 }  # fmt: skip
 
 Call = Mapping[str, Any]
@@ -71,9 +74,10 @@ def logged_calls(memory: Mapping[str, Any]) -> pl.DataFrame:
     is_allocation = [bool(re.match(ALLOCATION, name)) for name in names]
     constant = _constants(calls, is_random, is_allocation, allocations, log["unchanged"])
     zeros = {one["call"]: one["share"] for one in log["zeros"]}
+    roles = _roles_of_zeros(log, allocations)
     rows = [
         (number, names[call["kind"]], (kind := kinds[call["kind"]])["phase"], kind.get("place"), kind.get("caller"),
-         uses[number], number in constant, zeros.get(number, 0.0), call["size"])
+         uses[number], number in constant, zeros.get(number, 0.0), roles.get(number), call["size"])
         for number, call in enumerate(calls)
     ]  # fmt: skip
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
@@ -156,6 +160,39 @@ def _constants(
     return found
 
 
+def _roles_of_zeros(log: Mapping[str, Any], allocations: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Return which calls make a matrix that is mostly zeros, and which products read one that a step made.
+
+    Of what makes it, what is about as large as the matrix counts: not the indices that say where its ones are.
+    """
+    kinds, calls = log["kinds"], log["calls"]
+    sizes = [prod(one["shape"] or ()) for one in allocations]
+    operands = {
+        one["call"]: index
+        for one in log["zeros"]
+        if kinds[calls[one["call"]]["kind"]]["phase"] != BACKWARD
+        and (index := one.get("storage") or 0) != _OUTSIDE
+        and allocations[index]["born"] is not None
+    }
+    found: dict[int, str] = {}
+    wanted: dict[int, float] = {}  # storages, and how many elements what makes them has at least
+    for number in range(len(calls) - 1, -1, -1):
+        reads, writes = calls[number]["reads"], calls[number]["writes"]
+        made = [one for one in writes if one in wanted]
+        if made and not re.match(_PRODUCT, kinds[calls[number]["kind"]]["op"]):
+            found[number] = MAKES_ZEROS
+            least = min(wanted[one] for one in made)
+            larger = [one for one in reads if one != _OUTSIDE and sizes[one] >= least]
+            wanted |= {one: least for one in larger if allocations[one]["born"] is not None}
+        for one in made:
+            if one not in reads:
+                wanted.pop(one)
+        if number in operands:
+            found[number] = READS_ZEROS
+            wanted[operands[number]] = sizes[operands[number]] / 2
+    return found
+
+
 def chain_lengths(memory: Mapping[str, Any], least_calls: int) -> dict[tuple[str, str], int]:
     """Return, for each op that a line calls often in the forward, the longest chain of such calls in which each needs
     the one before it."""
@@ -233,7 +270,7 @@ def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
             is_constant[above] = is_constant[row] and is_constant.get(above, True)
     is_logged = host["row"].is_in(matched["row"].implode()).alias("is_logged")
     table = host.with_columns(pl.Series("call", answers, dtype=pl.UInt32), is_logged)
-    facts = calls.select("call", "place", "caller", "use", "is_constant", "zero_share", "size")
+    facts = calls.select("call", "place", "caller", "use", "is_constant", "zero_share", "zeros", "size")
     table = table.join(facts, on="call", how="left", maintain_order="left")
     around = pl.DataFrame(
         [(row, _USES[use[row]], is_constant[row]) for row in use if answers[row] is not None],

@@ -10,7 +10,16 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.structure.nesting import with_answers
-from stepscope.analysis.structure.op_log import ALLOCATION, BACKWARD, KEPT, TRAINING, UNUSED, chain_lengths
+from stepscope.analysis.structure.op_log import (
+    ALLOCATION,
+    BACKWARD,
+    KEPT,
+    MAKES_ZEROS,
+    READS_ZEROS,
+    TRAINING,
+    UNUSED,
+    chain_lengths,
+)
 from stepscope.analysis.time.what_if import Saving, stretches
 from stepscope.findings.op_lines import (
     PHASE,
@@ -34,7 +43,6 @@ _MOSTLY_ZERO = 0.95
 _LEAST_LOOP = 16  # calls of an op by one line per step
 _LEAST_WIDTH = 4  # of them that do not need one another
 _LATER = 10  # times as many steps, to say what a growing op will take
-_PRODUCTS = ("gemm", "convolution", "attention_forward", "attention_backward")
 
 
 def _number(case: Case, ops: pl.DataFrame, noun: str = "op") -> str:
@@ -257,17 +265,15 @@ def _within_a_step(case: Case, growing: pl.DataFrame) -> list[Finding]:
 
 @rule
 def mostly_zeros(case: Case) -> list[Finding]:
-    """On a CPU: do matrix products multiply by matrices that are nearly all zeros?"""
-    ops = ops_of(case)
+    """Do matrix products multiply by matrices that are nearly all zeros?"""
+    ops = logged_of(case)
     products = ops.filter(pl.col("zero_share") >= _MOSTLY_ZERO)
     places = products.filter(PHASE != BACKWARD)["place"].drop_nulls().unique()
     of_matrix = pl.col("place").is_in(places.implode())
-    # What makes such a matrix, on the same line: one_hot, a cast. Its backward multiplies by it again.
-    makers = ops.filter(of_matrix, PHASE != BACKWARD, pl.col("zero_share") == 0)
     return [
         *_zeros(
             case,
-            pl.concat([products.filter(of_matrix), makers]),
+            products.filter(of_matrix),
             "a matrix that is",
             "nn.Embedding instead of one_hot and a product  # {}; or weight[index], index_add, a sparse matrix",
         ),
@@ -280,23 +286,26 @@ def mostly_zeros(case: Case) -> list[Finding]:
     ]
 
 
-def _zeros(case: Case, ops: pl.DataFrame, what: str, fix: str) -> list[Finding]:
+def _zeros(case: Case, products: pl.DataFrame, what: str, fix: str) -> list[Finding]:
     """Return the finding for products with a matrix of zeros, with the ops that make it, if they take long enough."""
-    products = ops.filter(pl.col("zero_share") >= _MOSTLY_ZERO)
     if products.is_empty():
         return []
-    work = _work_of(case, ops)
-    made = work.filter(~pl.col("class").cast(pl.String).is_in(_PRODUCTS))
-    multiplied = work.filter(pl.col("class").cast(pl.String).is_in(_PRODUCTS))
-    shares = dict(products.select("row", "zero_share").iter_rows())
-    each = multiplied.select("event", "call", "duration_ns").iter_rows()
-    left = {event: ns * (1 - shares[call]) for event, call, ns in each if call in shares}
-    saving_ns = case.saving_ns(case.without(made["event"], left))
+    ops = logged_of(case)
+    used = products.filter(pl.col("zeros") == READS_ZEROS)
+    made = ops.filter(pl.col("zeros") == MAKES_ZEROS) if used.height else ops.clear()
+    # The gradient of that matrix: what its product and what made it have in the backward.
+    either = pl.concat([used["row"], made["row"]])
+    is_backward = pl.col("forward").is_in(either.implode()) & (PHASE == BACKWARD)
+    beside = pl.concat([made, ops.filter(is_backward)]).join(products, on="row", how="anti").unique("row")
+    share = float(products["zero_share"].min())  # type: ignore[arg-type]
+    shares = dict.fromkeys(beside["row"], share) | dict(products.select("row", "zero_share").iter_rows())
+    work = case.work.filter(pl.col("call").is_in(list(shares)))
+    each = work.select("event", "call", "duration_ns").iter_rows()
+    saving_ns = case.saving_ns(case.without([], {event: ns * (1 - shares[call]) for event, call, ns in each}))
     if not case.is_worth(saving_ns):
         return []
-    table = lines_of(case, ops)
-    share = float(products["zero_share"].min())  # type: ignore[arg-type]
-    making = " with making that matrix," if made.height else ""
+    table = lines_of(case, ops.filter(pl.col("row").is_in(list(shares))))
+    making = " with making that matrix and its gradient," if beside.height else ""
     return one_finding(
         sentence=f"{_number(case, products, 'matrix product')} per step multiply by {what} "
         f"{100 * share:.1f} % zeros:{making} {case.cost_text(float(saving_ns))} "
@@ -304,7 +313,7 @@ def _zeros(case: Case, ops: pl.DataFrame, what: str, fix: str) -> list[Finding]:
         fix=fix.format(first_line(table)),
         saving_ns=saving_ns,
         derived="the time of these products times the share of zeros, which was counted in one step"
-        + (", and of the ops on their lines that make the matrix" if making else ""),
+        + (", and of the ops that make the matrix and its gradient" if making else ""),
         confidence="high",
         falsified_by="leave the zeros out; the finding is wrong if the step is as long",
         places=case.places(work["event"]),

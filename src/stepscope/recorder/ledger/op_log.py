@@ -6,6 +6,8 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from functools import cached_property
+from math import gcd
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ MAX_CALLS = 100_000
 FROM_OUTSIDE = -1  # a storage that no op made: what another library or process filled
 _FILLS = ("aten.zero_", "aten.fill_", "aten.copy_", "aten._foreach_zero_", "aten._foreach_copy_")
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-_LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 14, 1 << 24
+_LEAST_ELEMENTS = 1 << 14
+_NUM_LOOKED_AT = 1 << 14  # elements of a matrix, to estimate its share of zeros
 _MOSTLY = 0.9  # share of zeros that is noted
 _OF_MODULES = ("forward", "__call__")  # functions that a module's call runs
 
@@ -38,8 +41,8 @@ class OpLog:
         self._calls: list[dict[str, Any]] = []
         self._num_dropped = 0
         self._written: dict[Any, tuple[frozenset[int], frozenset[str]]] = {}
-        self._zeros: dict[int, float] = {}  # by call
-        self._known_zeros: dict[int, float] = {}  # by storage
+        self._operands: dict[int, list[tuple[int, _NonZeros]]] = {}  # of products, by call
+        self._known: dict[int, _NonZeros | None] = {}  # by storage
         self._numbers: list[int] = []  # the next node's number after each op of the forward, with its place
         self._places: list[Line] = []
         self._names: dict[tuple[Any, int], str] = {}
@@ -62,9 +65,8 @@ class OpLog:
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         kind = self._kinds.setdefault((op.name, phase, line, is_random), len(self._kinds))
         if op.name in _PRODUCTS:
-            share = max(map(self._zero_share, tensors_in(args)), default=0.0)
-            if share >= _MOSTLY:
-                self._zeros[len(self._calls)] = round(share, 4)
+            found = [(self._index(tensor), self._nonzeros(tensor)) for tensor in tensors_in(args)]
+            self._operands[len(self._calls)] = [(index, one) for index, one in found if one is not None]
         size = sum(tensor.numel() for tensor in tensors_in((args, kwargs)) if tensor.dim())
         self._calls.append({"kind": kind, "reads": sorted(reads), "writes": sorted(writes), "size": size})
         self._num_dropped -= 1
@@ -78,7 +80,7 @@ class OpLog:
         return {
             "kinds": kinds,
             "calls": self._calls,
-            "zeros": [{"call": call, "share": share} for call, share in self._zeros.items()],
+            "zeros": self._zeros(),
             "unchanged": sorted(unchanged),
             "num_dropped": self._num_dropped,
         }
@@ -136,18 +138,47 @@ class OpLog:
         values = [args[number] for number in sorted(numbers) if number < len(args)]
         return list(tensors_in([*values, *(value for name, value in kwargs.items() if name in names)]))
 
-    def _zero_share(self, tensor: torch.Tensor) -> float:
-        """Return the share of zeros in a large operand on the CPU."""
-        is_read = tensor.device.type == "cpu" and tensor.is_floating_point() and is_plain(tensor)
-        if not is_read or not _LEAST_ELEMENTS <= tensor.numel() <= _MOST_ELEMENTS:
-            return 0.0
+    def _nonzeros(self, tensor: torch.Tensor) -> _NonZeros | None:
         index = self._index(tensor)
-        if index not in self._known_zeros:
-            share = 1.0 - float(torch.count_nonzero(tensor)) / float(tensor.numel())
-            if index == FROM_OUTSIDE:
-                return share
-            self._known_zeros[index] = share
-        return self._known_zeros[index]
+        if index == FROM_OUTSIDE:
+            return _nonzeros(tensor)
+        if index not in self._known:
+            self._known[index] = _nonzeros(tensor)
+        return self._known[index]
+
+    def _zeros(self) -> list[dict[str, Any]]:
+        """Return the products with an operand that is mostly zeros, and its storage; waits for the device."""
+        rows = []
+        for call, operands in self._operands.items():
+            share, index = max(((one.zero_share, index) for index, one in operands), default=(0.0, FROM_OUTSIDE))
+            if share >= _MOSTLY:
+                rows.append({"call": call, "share": round(share, 4), "storage": index})
+        return rows
+
+
+class _NonZeros:
+    """How many of the elements looked at are not zero: read when it is asked for, not while the device works."""
+
+    def __init__(self, looked_at: torch.Tensor) -> None:
+        self._count, self._num = torch.count_nonzero(looked_at), looked_at.numel()
+
+    @cached_property
+    def zero_share(self) -> float:
+        return 1.0 - float(self._count) / self._num
+
+
+def _nonzeros(tensor: torch.Tensor) -> _NonZeros | None:
+    """Count in a large operand, at places that lie on no row, column or diagonal more often than elsewhere."""
+    num = tensor.numel()
+    if not tensor.is_floating_point() or num < _LEAST_ELEMENTS or not is_plain(tensor):
+        return None
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):  # what is expanded repeats elements
+        return None
+    steps = {step + more for step in tensor.stride() for more in (0, 1) if step > 0}
+    stride = max(1, num // _NUM_LOOKED_AT)
+    while any(gcd(stride, step) > 1 for step in steps):
+        stride += 1
+    return _NonZeros(tensor.as_strided(((num - 1) // stride + 1,), (stride,)))
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
