@@ -7,7 +7,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from stepscope.version import __version__
 from stepscope.workloads.workload import Workload
 
 # Run knobs that the gate's verdict does not depend on.
+_WAKES_AFTER_S = 1.0
 IGNORED_BY_GATE = ("warmup", "steps", "optimizer")
 
 
@@ -131,9 +132,11 @@ def _as_they_end(points: Sequence[Point], run: Callable[[Point], Row], engine: E
     left: set[Future[Row]] = set()
     try:
         left.update(threads.submit(run, point) for point in points)
-        for future in as_completed(set(left)):
-            left.discard(future)
-            yield future.result()
+        while left:
+            # A signal that arrives right before this thread waits is seen when it wakes.
+            for future in wait(left, _WAKES_AFTER_S, FIRST_COMPLETED).done:
+                left.discard(future)
+                yield future.result()
     except GeneratorExit:
         raise
     except BaseException:

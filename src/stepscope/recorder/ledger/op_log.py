@@ -164,7 +164,8 @@ class _NonZeros:
 
     @cached_property
     def zero_share(self) -> float:
-        return 1.0 - float(self._count) / self._num
+        share: float = 1.0 - float(self._count) / self._num
+        return share
 
 
 def _nonzeros(tensor: torch.Tensor) -> _NonZeros | None:
