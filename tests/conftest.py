@@ -25,7 +25,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepscope"))
 
 
 def pytest_collection_finish() -> None:
-    """Neither collections nor recorders, which look at every object, go through what was imported before."""
+    _leave_out_of_collections()
+
+
+def _leave_out_of_collections() -> None:
+    """Neither collections nor recorders, which look at every object, go through what was there before.
+
+    Hundreds of files of tests leave millions of objects: each recording would wait seconds for one collection.
+    """
     gc.collect()
     gc.freeze()
 
@@ -69,6 +76,7 @@ def forks():
 @pytest.fixture(autouse=True, scope="module")
 def torch_is_left_as_it_was():
     """A file of tests that changes torch for the next one is told so, in whatever order they run."""
+    _leave_out_of_collections()
     before = _of_torch() if "torch" in sys.modules else None
     yield
     assert before is None or _of_torch() == before
