@@ -22,6 +22,7 @@ def grown(seed: int, at: int, noise: float, num: int = 100, slope: float = 0.005
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("alike", "least"), [(0.0, 36), (0.7, 32)])
 def test_growth_begins_within_its_interval_in_nine_of_ten_series(alike, least):
     """If neighbors are much alike, in eight: how much they are is not known exactly."""
@@ -60,8 +61,9 @@ def test_one_step_is_not_called_growth_and_growth_is_not_called_steps():
     assert found.kind == DRIFT and found.low <= 60 <= found.high and found.index == pytest.approx(60, abs=8)
 
 
-def test_the_interval_of_a_step_holds_it():
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 20), marks=pytest.mark.long)])
+def test_the_interval_of_a_step_holds_it(seeds):
+    for seed in seeds:
         numbers = random.Random(seed)
         at = numbers.randint(30, 120)
         values = [1.0 + numbers.gauss(0, 0.06) + (0.2 if i >= at else 0.0) for i in range(150)]

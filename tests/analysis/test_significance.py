@@ -133,6 +133,7 @@ def test_samples_that_are_all_alike_have_no_interval_to_speak_of():
     assert difference([7] * 10, [8] * 10).is_significant
 
 
+@pytest.mark.long
 def test_false_alarms_in_real_noise_are_rare():
     generator = random.Random(1)
     called = significant = 0

@@ -38,7 +38,14 @@ def test_a_script_as_a_user_runs_it(case, tmp_path):
     _check(case, *both(case, tmp_path))
 
 
-@pytest.mark.parametrize("name", ["evaluation_first", "hand_data_add", "rollout_no_grad", "rollout_with_grad"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evaluation_first",
+        "rollout_with_grad",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("hand_data_add", "rollout_no_grad")),
+    ],
+)
 def test_exit_after_ends_when_training_was_measured(name, forks, tmp_path):
     (case,) = (case for case in CASES if case.id == name)
     ended = run_in_fork(forks, stepscope_command(case, NUM_ENDLESS, ("--quiet", "--exit-after")), tmp_path / "run")

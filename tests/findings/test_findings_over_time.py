@@ -36,8 +36,9 @@ def near(step: int):
     return pytest.approx(step, abs=0.05 * NUM)
 
 
-def test_no_finding_in_20_clean_runs_on_a_noisy_machine(tmp_path):
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.long)])
+def test_no_finding_in_20_clean_runs_on_a_noisy_machine(tmp_path, seeds):
+    for seed in seeds:
         factors = noisy_factors(1000 + seed, NUM)
         assert found(tmp_path / str(seed), seed=seed, noise=0.02, slower=factors.__getitem__) == {}
 
@@ -285,6 +286,7 @@ def test_goodput_of_a_job_counts_the_steps_that_were_repeated(tmp_path):
     assert whole.cost_per_million(3.6) == ("tokens", pytest.approx(whole.wall_ns / 1e9 / (2_700 * 8192) * 1e3))
 
 
+@pytest.mark.long
 def test_a_week_is_diagnosed_in_bounded_memory(tmp_path):
     folder = write_history(tmp_path, a_week(slower=lambda step: 1.3 if step >= 4_000_000 else 1.0))
     code = (
@@ -330,8 +332,8 @@ def test_waiting_for_a_core_is_no_drift(tmp_path):
     [
         (0.9, 0.3, 1.3, False),  # the same work is slower on a core that others share
         (0.9, 0.01, 1.3, True),  # nobody else is there
-        (0.9, 0.3, 2.5, True),  # more than sharing a core can do
-        (0.1, 0.3, 1.3, True),  # it is not on a core that it takes longer
+        pytest.param(0.9, 0.3, 2.5, True, marks=pytest.mark.long),  # more than sharing a core can do
+        pytest.param(0.1, 0.3, 1.3, True, marks=pytest.mark.long),  # it is not on a core that it takes longer
     ],
 )
 def test_work_that_is_slower_on_a_shared_core_is_no_drift(tmp_path, on_core, waits, factor, is_found):
@@ -354,8 +356,8 @@ def test_work_that_is_slower_on_a_shared_core_is_no_drift(tmp_path, on_core, wai
     [
         ((0.0, 0.1), (0.5, 0.6), False),  # others begin to work as steps become slower
         ((0.0, 0.1), (0.5, 0.0), True),  # steps are as slow while they pause
-        ((0.5, 0.6), (0.5, 0.6), True),  # they were there before
-        ((0.5, 0.6), (0.0, 0.1), True),  # they end
+        pytest.param((0.5, 0.6), (0.5, 0.6), True, marks=pytest.mark.long),  # they were there before
+        pytest.param((0.5, 0.6), (0.0, 0.1), True, marks=pytest.mark.long),  # they end
     ],
 )
 def test_work_that_becomes_slower_beside_another_process_is_no_drift(tmp_path, before, after, is_found):
@@ -403,7 +405,11 @@ def test_work_that_moves_off_the_core_makes_no_step_slower(tmp_path):
 
 @pytest.mark.parametrize(
     ("part", "said"),
-    [("before_forward", "outside of forward"), ("unattributed", "in the passes"), ("data", "waiting for data")],
+    [
+        ("data", "waiting for data"),
+        pytest.param("before_forward", "outside of forward", marks=pytest.mark.long),
+        pytest.param("unattributed", "in the passes", marks=pytest.mark.long),
+    ],
 )
 def test_drift_names_the_part_of_the_step_that_grew(tmp_path, part, said):
     slower = Run(num_steps=NUM, step_ns=300_000_000, slower=lambda step: 1.4 if step >= 1200 else 1.0)

@@ -193,7 +193,7 @@ train({"exit": sys.exit, "none": int}[sys.argv[1]])
 """
 
 
-@pytest.mark.parametrize("ending", ["exit", "none"])
+@pytest.mark.parametrize("ending", ["exit", pytest.param("none", marks=pytest.mark.long)])
 def test_what_a_function_held_is_gone_when_python_ends(lab, ending):
     """PyTorch waits for the workers of a DataLoader that is not, 5 s each."""
     run = lab.script(HOLDER).run(ending, options=("--exit-after", "--quiet", "--clean", 5, "--trace", 0))
@@ -208,7 +208,7 @@ def test_what_a_function_held_is_gone_when_python_ends(lab, ending):
 )
 def test_a_traceback_is_the_scripts_own(lab, forks, source, num_steps):
     script = lab.script(source)
-    bare, run = script.python_in_fork(forks, str(script.path)), script.run(options=(*SHORT, "--quiet"))
+    bare, run = script.python_in_fork(forks, str(script.path)), script.run_in_fork(forks, *SHORT, "--quiet")
     assert run.exit_code == bare.exit_code == 1
     assert _traceback(run) == _traceback(bare)
     assert run.recording.status == "failed"
@@ -285,7 +285,7 @@ AS_TORCHRUN = """
     ("wait", "code", "last"),
     [
         (WAIT, -signal.SIGINT, "KeyboardInterrupt"),
-        (AS_LIGHTNING, 1, None),
+        pytest.param(AS_LIGHTNING, 1, None, marks=pytest.mark.long),
         pytest.param(
             AS_TORCHRUN,
             1,

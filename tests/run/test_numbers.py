@@ -185,7 +185,10 @@ ATTENTION = L * 4 * B * S**2 * D
 NUM_PARAMETERS = 2 * V * D + L * (4 * D**2 + 3 * D * FF + 2 * D)
 
 
-@pytest.fixture(scope="module", params=["DataLoader", "no DataLoader", "nested"])
+@pytest.fixture(
+    scope="module",
+    params=["DataLoader", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("no DataLoader", "nested"))],
+)
 def stopwatch(lab, forks, request):
     """(seconds of each step by phase as the script timed them, the run, its card)"""
     options = ("--json", "--warmup", 3, "--clean", 15, "--trace", 5)

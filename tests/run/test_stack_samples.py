@@ -113,14 +113,14 @@ def test_what_a_function_held_is_freed_by_its_own_thread():
     assert freed_by.count(threading.get_ident()) > 190
 
 
-def test_what_makes_a_batch_in_pure_python_is_named(lab):
+def test_what_makes_a_batch_in_pure_python_is_named(lab, forks):
     script = lab.script(SCRIPT)
-    run = script.run(options=("--warmup", 3, "--clean", 8, "--exit-after", "--quiet"))
+    run = script.run_in_fork(forks, "--warmup", 3, "--clean", 8, "--exit-after", "--quiet")
 
     lines = run.recording.facts["python"]["lines"]
     seen = {line["place"].partition(" ")[2] for line in lines if line["phase"] == "data"}
     assert "encode" in seen, lines
-    said = script.stepscope("diagnose", "recording").stdout
+    said = script.verb("diagnose", "recording").stdout
     assert "in encode (" in " ".join(said.split()) and "or speed up the lines above" in " ".join(said.split())
 
 

@@ -158,6 +158,8 @@ OPTIONS = {
     "tokens given": ("--warmup", "2", "--clean", "3", "--trace", "0", "--tokens-per-step", "1000"),
 }
 
+TRAINERS = {"Hugging Face": 20, "Lightning": 10}  # tokens of a step; their callbacks are in `make test`
+
 COMPILED = """
 import json, sys
 from tiny import *
@@ -212,8 +214,8 @@ def _dedent(loop):
         ("evaluated", ALL, "optimizer", 1, 1),
         ("autocast", ALL, "optimizer", 1, 1),
         ("tokens given", ALL, "optimizer", 1, 1),
-        ("Hugging Face", list(range(30)), "optimizer", 1, 2),
-        ("Lightning", list(range(40)), "optimizer", 1, 1),
+        pytest.param("Hugging Face", list(range(30)), "optimizer", 1, 2, marks=pytest.mark.long),
+        pytest.param("Lightning", list(range(40)), "optimizer", 1, 1, marks=pytest.mark.long),
     ],
 )
 def test_each_step_is_found_once(runs, name, steps, source, num_sources, num_micro_batches):
@@ -232,7 +234,7 @@ def test_each_step_is_found_once(runs, name, steps, source, num_sources, num_mic
     ("name", "num_tokens"),
     [
         *(("plain", 10), ("accumulated", 40), ("no_grad", 10), ("evaluated", 10), ("explicit", 77)),
-        *(("tokens given", 1000), ("Hugging Face", 20), ("Lightning", 10)),
+        *(("tokens given", 1000), *(pytest.param(*each, marks=pytest.mark.long) for each in TRAINERS.items())),
     ],
 )
 def test_tokens_of_a_step_are_those_it_was_trained_on(runs, name, num_tokens):
@@ -242,7 +244,9 @@ def test_tokens_of_a_step_are_those_it_was_trained_on(runs, name, num_tokens):
     assert runs[name].card["throughput"]["per_step"] == num_tokens
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in TRAINERS else name for name in LOOPS]
+)
 def test_every_part_of_every_step_has_an_owner(runs, name):
     measured = [sample for sample in runs[name].recording.samples if sample.window != "free"]
     assert measured

@@ -92,6 +92,7 @@ def windows_of(folder: Path) -> list[tuple[int, int]]:
     return [(event.step, event.details["num_steps"]) for event in events if event.event == "window"]
 
 
+@pytest.mark.long
 def test_a_window_comes_sooner_if_steps_become_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trigger_request, "MARGIN_SECONDS", 1.5)
     run = tmp_path / "run"

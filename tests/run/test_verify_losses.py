@@ -171,6 +171,7 @@ def test_few_rounds_have_no_verdict_whatever_their_steps_show():
     assert found.change.share == pytest.approx(-0.3, abs=0.001)
 
 
+@pytest.mark.long
 def test_two_sides_that_are_the_same_are_seldom_called_different_on_a_restless_machine():
     """Runs that differ by 5 %, steps of one run by 0.2 %."""
     generator, shown = random.Random(0), 0

@@ -176,7 +176,9 @@ def test_compressed_is_the_same(tmp_path, compress):
     assert compressed.warnings == () and compressed.facts == plain.facts
 
 
-@pytest.mark.parametrize("slice_bytes", [1, 7, 64, 1000, 1 << 22])
+@pytest.mark.parametrize(
+    "slice_bytes", [1, 64, 1 << 22, *(pytest.param(each, marks=pytest.mark.long) for each in (7, 1000))]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_wherever_the_slices_fall(tmp_path, monkeypatch, layout, slice_bytes):
     text = LAYOUTS[layout]({**FIELDS, "traceEvents": SEED})
@@ -227,7 +229,10 @@ def test_a_large_event_is_read_and_one_beyond_all_reason_passed_over(tmp_path, m
 
 
 @pytest.mark.parametrize("slice_bytes", [1 << 16, 1 << 22])
-@pytest.mark.parametrize("size", [(4 << 20) - 100, 4 << 20, pytest.param(5 << 20, marks=pytest.mark.long), 13 << 20])
+@pytest.mark.parametrize(
+    "size",
+    [(4 << 20) - 100, 4 << 20, *(pytest.param(mebibytes << 20, marks=pytest.mark.long) for mebibytes in (5, 13))],
+)
 @pytest.mark.parametrize("is_misleading", [False, True])
 def test_the_limit_is_the_same_wherever_slices_fall(tmp_path, monkeypatch, size, slice_bytes, is_misleading):
     monkeypatch.setattr(source, "SLICE", slice_bytes)
