@@ -133,6 +133,44 @@ def test_a_teacher_that_keeps_its_graph(forks, tmp_path, monkeypatch, has_grad, 
         assert findings[0].saving_bytes >= 10 * 2000 * 256 * 4, "of twelve layers"
 
 
+COMPARED = """
+import torch
+from torch import nn
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(*[nn.Linear(512, 512) for _ in range(3)]) for _ in range(2))
+    def forward(self, x):
+        hidden = self.student(x)
+        return hidden, self.teacher({of})
+
+net = Both()
+optimizer = torch.optim.SGD(net.student.parameters(), 0.01)
+for step in range(14):
+    hidden, target = net(torch.randn(512, 512))
+    loss = nn.functional.mse_loss(hidden, target)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("of", "has_none"), [("x", True), ("hidden", False)])
+def test_a_teacher_that_runs_after_what_is_trained(forks, tmp_path, of, has_none):
+    """Only if it reads what is trained do its gradients lead to an update, and then those of its weights do not."""
+    options = ("--warmup", "4", "--clean", "3", "--trace", "2")
+    case = run_script(forks, tmp_path, COMPARED.format(of=of), *options)
+
+    (found,) = unused_gradients(case)
+
+    (row,) = found.evidence[0].rows
+    assert row["module"] == "teacher" and row["is_first"] == has_none
+    assert ("no_grad" in found.fix) == has_none
+    share = found.saving_ns / row["backward_ns"]
+    assert 0.9 < share < 1.1 if has_none else 0.2 < share < 0.8
+
+
 def test_without_the_modules_of_the_graph_it_cannot_look(tmp_path):
     with pytest.raises(Unavailable):
         graph_without_backward(case_with_modules(tmp_path, ["encoder", "head"], []))

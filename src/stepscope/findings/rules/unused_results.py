@@ -9,6 +9,9 @@ import polars as pl
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.structure.modules import MODULE_PREFIX
+from stepscope.analysis.structure.op_log import TRAINING
+from stepscope.errors import if_available
+from stepscope.findings.op_lines import followed_of
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, rule
 from stepscope.findings.rules.memory import is_worth_bytes
 from stepscope.formatting import count, plural, size, whole_percent
@@ -35,6 +38,7 @@ def unused_gradients(case: Case) -> list[Finding]:
     is_theirs = pl.any_horizontal(_is_inside(one["module"]) for one in unused)
     trained = work.filter(pl.col("phase") == "forward", pl.col("module").is_not_null(), ~is_theirs)
     first_ns = trained.group_by("of").agg(pl.col("start_ns").min().alias("trained_ns"))
+    followed = if_available(lambda: followed_of(case))
     durations: dict[int, float] = {}
     gone: list[int] = []
     rows = []
@@ -48,6 +52,11 @@ def unused_gradients(case: Case) -> list[Finding]:
         is_first = not begins.is_empty() and bool((begins["start_ns"] < begins["trained_ns"].fill_null(2**62)).all())
         if is_first:
             gone += backward["event"].to_list()
+        elif followed is not None:  # what each result leads to is known
+            trains = followed.filter(pl.col("use") == TRAINING)["row"]
+            useless = backward.filter(~pl.col("call").is_in(trains.implode()).fill_null(True))
+            gone += useless["event"].to_list()
+            is_first = useless.height == backward.height
         else:
             products = backward.filter(pl.col("class").is_in(_PRODUCTS)).select("event", "duration_ns")
             durations |= {event: ns * (1 - _WEIGHT_SHARE) for event, ns in products.iter_rows()}
@@ -66,6 +75,8 @@ def unused_gradients(case: Case) -> list[Finding]:
         saving_ns=saving_ns,
         derived="the step without that backward pass"
         if is_first
+        else "the step without what of that backward pass no update uses: each result was followed"
+        if followed is not None
         else f"the step with {whole_percent(_WEIGHT_SHARE)} of that backward pass's products: gradients "
         "pass through it to what is trained",
         confidence="high" if is_first else "medium",
