@@ -88,6 +88,8 @@ OF_A_PAGE = {
                           "samples": torch.randn(3, 4, 8)},
     "mostly_zeros": {"num_words": 4, "words": torch.ones(3, dtype=torch.long), "num_nodes": 5,
                      "target": torch.tensor([0, 2]), "messages": torch.ones(2, 8)},
+    "ignored_labels": {"labels": torch.tensor([-100, -100, 3, 1]), "hidden": torch.randn(4, 8),
+                       "head": nn.Linear(8, 5)},
     "longer_side": {"x": torch.randn(16, 8), "steps": 2, "a": 3.4, "b": -4.8, "c": 2.0},
     "repeated_rows": {"x": torch.randn(2, 4, 8), "cond": torch.randn(2, 1, 8),
                       "self": SimpleNamespace(ada=nn.Linear(8, 16), norm=nn.LayerNorm(8))},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from device_cases import BF16, FP32, INT64, Program, without_shapes
+from host_cases import case_of, recorded
 
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import full_logits
+from stepscope.findings.rules.padding import ignored_labels
 
 TOKENS, WIDTH, WORDS = 8192, 1024, 65536
 LOGITS = [TOKENS, WORDS]
@@ -39,6 +41,29 @@ def test_the_passes_become_one():
     assert finding.saving_ns == pytest.approx(4_520_000 - FUSED_NS, abs=1)
     assert "8,192 tokens × 65,536 vocabulary) take 1.00 GiB" in finding.sentence and "4 kernels" in finding.sentence
     assert finding.saving_bytes is None and finding.upper_bound
+
+
+@pytest.mark.parametrize("num_ignored", [3 * TOKENS // 4, TOKENS // 8])
+def test_logits_of_labels_that_the_loss_ignores(tmp_path, num_ignored):
+    """GIVEN three quarters of the labels ignored THEN as much of the last layer and of the loss; else nothing."""
+    counts = {"num_positions": 0, "num_used": 0, "num_to_longest": 0}
+    program = Program()
+    backward(program, loss(program))
+    end = program.runs + 10
+    program.trace.call("cudaDeviceSynchronize", program.at, program.runs - program.at)
+    program.trace.step(1, 0, end)
+    recorded(tmp_path, padding={**counts, "num_labels": TOKENS, "num_ignored": num_ignored})
+    case = case_of(program.trace, tmp_path)
+
+    found = ignored_labels(case)
+
+    if num_ignored < TOKENS // 4:
+        assert found == []
+    else:
+        (finding,) = found
+        assert finding.saving_ns == pytest.approx(0.75 * case.logits["duration_ns"].sum(), rel=0.01)
+        assert case.logits["is_product"].sum() == 2, "the products of the last layer count"
+        assert "75 % of the" in finding.sentence
 
 
 def test_bytes_alive_at_the_peak():

@@ -57,6 +57,21 @@ def test_what_is_no_padding(other):
     assert num_positions == num_used == 32
 
 
+def test_labels_that_the_loss_ignores():
+    """Of the loss with most classes, in all micro-batches."""
+    from stepscope.recorder.ledger.ledger import Ledger
+
+    labels = torch.arange(32) % 50
+    labels[:20] = -100
+    with Ledger([], [], lambda: "forward") as ledger:
+        for _ in range(2):
+            torch.nn.functional.cross_entropy(torch.randn(32, 50), labels)
+        torch.nn.functional.cross_entropy(torch.randn(8, 3), torch.zeros(8, dtype=torch.long))
+
+    table = ledger.padding.table()
+    assert (table["num_labels"], table["num_ignored"]) == (64, 40)
+
+
 def test_images_have_none():
     assert counted(torch.zeros(2, 3, 8, 8), torch.tensor([1, 2])) == (0, 0, 0)
 

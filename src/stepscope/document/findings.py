@@ -24,7 +24,8 @@ _LESS_WORK = {
     "padding": "tokens,flops",
     **dict.fromkeys(
         ("forward_without_backward", "longer_side", "product_order", "discarded_gradients", "work_beside_training",
-         "constant_work", "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop", "repeated_rows"),
+         "constant_work", "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop", "repeated_rows",
+         "ignored_labels"),
         "flops",
     ),
 }  # fmt: skip

@@ -39,7 +39,8 @@ class RecordingFacts(TypedDict, total=False):
     """The first DataLoader: `num_workers`, `prefetch_factor`, `pin_memory`, `persistent_workers`, `batch_size`."""
     padding: dict[str, int]
     """In the memory window, `num_positions` of the inputs, those in use (`num_used`), and `num_to_longest` if each
-    batch were padded to its longest row; zeros if the model reads no text."""
+    batch were padded to its longest row; zeros if the model reads no text. If it has labels,
+    `num_labels` of the loss with most classes, and `num_ignored`, those that it leaves out."""
     steps: dict[str, Any]
     """`source` of the step boundaries (`step()`, `optimizer`, `update`, `forward`), `num_sources`, `num_steps`,
     `num_earlier` steps of models that were trained before, batches that may be `num_prefetched`, and
@@ -126,7 +127,10 @@ SCHEMA: dict[str, Any] = {
         "num_workers?": COUNT, "prefetch_factor~": COUNT, "pin_memory~": FLAG, "persistent_workers~": FLAG,
         "batch_size~": COUNT,
     },
-    "padding": {"num_positions": COUNT, "num_used": COUNT, "num_to_longest": COUNT},
+    "padding": {
+        "num_positions": COUNT, "num_used": COUNT, "num_to_longest": COUNT, "num_labels?": COUNT,
+        "num_ignored?": COUNT,
+    },
     "steps": {
         "source~": TEXT, "num_sources?": COUNT, "num_steps?": COUNT, "num_earlier?": COUNT, "num_prefetched?": COUNT,
         "num_lines_dropped?": COUNT,

@@ -1,22 +1,22 @@
-"""Rules about work that is done for nothing: padding, and loss scaling that bfloat16 does not need."""
+"""Rules about work that is done for nothing: padding, labels that the loss ignores, and loss scaling that bfloat16
+does not need."""
 
 from dataclasses import replace
 
 import polars as pl
 
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, rule
+from stepscope.findings.rules.memory import alive_bytes, freed_bytes, is_worth_bytes
 from stepscope.formatting import whole_percent
 
 _LEAST_SHARE = 0.1  # of the positions; less is usual for texts of different length
+_LEAST_IGNORED = 0.3  # of the labels
 
 
 @rule
 def padding(case: Case) -> list[Finding]:
     """Is a large part of the batch padding that is computed like text?"""
-    facts = case.recording.facts
-    if "padding" not in facts:
-        raise Unavailable("The recording does not have the values of its inputs. Record it again: `stepscope run`.")
-    counted = facts["padding"]
+    counted = _counted(case)
     if not counted["num_positions"]:
         return []
     whole, used, to_longest = (counted[name] for name in ("num_positions", "num_used", "num_to_longest"))
@@ -50,6 +50,13 @@ def padding(case: Case) -> list[Finding]:
     )
 
 
+def _counted(case: Case) -> dict[str, int]:
+    facts = case.recording.facts
+    if "padding" not in facts:
+        raise Unavailable("The recording does not have the values of its inputs. Record it again: `stepscope run`.")
+    return facts["padding"]
+
+
 def _scaled(case: Case, share: float) -> float:
     """Return what a step saves if forward and backward have this share of their positions."""
     if not case.has_gpu_work:
@@ -60,6 +67,42 @@ def _scaled(case: Case, share: float) -> float:
     is_attention = pl.col("class").cast(pl.String).str.starts_with("attention")
     rows = passes.select("event", "duration_ns", is_attention).iter_rows()
     return case.saving_ns(Change(duration_ns={event: ns * share ** (1 + squared) for event, ns, squared in rows}))
+
+
+@rule
+def ignored_labels(case: Case) -> list[Finding]:
+    """Are logits computed for the whole vocabulary where the loss ignores the label?"""
+    case.with_shapes(and_dtypes=True)
+    counted = _counted(case)
+    num_labels, num_ignored = counted.get("num_labels", 0), counted.get("num_ignored", 0)
+    if not num_labels or num_ignored < _LEAST_IGNORED * num_labels:
+        return []
+    share = 1 - num_ignored / num_labels
+    work = case.logits
+    left = {event: ns * share for event, ns in work.select("event", "duration_ns").iter_rows()}
+    saving_ns = case.saving_ns(Change(duration_ns=left))
+    held = alive_bytes(case, *work["num_elements"].unique())
+    saving_bytes = freed_bytes(case, held, round((held or 0) * share))
+    is_worth = case.is_worth(saving_ns)
+    if work.is_empty() or not (is_worth or is_worth_bytes(case, saving_bytes)):
+        return []
+    one = work.sort(pl.col("num_tokens") * pl.col("vocabulary")).row(-1, named=True)
+    table = case.grouped(work, "num_kernels", "op", "phase", "is_product")
+    return one_finding(
+        sentence=f"The loss ignores {whole_percent(num_ignored / num_labels)} of the {num_labels:,} labels, but "
+        f"logits over {one['vocabulary']:,} words are computed for all positions: "
+        f"{case.cost_text(float(work['duration_ns'].sum()) / case.num_steps)}, with the products of the last layer.",
+        fix="keep = labels != -100; loss = F.cross_entropy(head(hidden[keep]), labels[keep])  # labels shifted first",
+        saving_ns=saving_ns if is_worth else None,
+        saving_bytes=saving_bytes,
+        upper_bound=True,
+        derived=f"the step replayed with all work on logits at {whole_percent(share)} of its positions; choosing "
+        "them makes the host wait for the GPU once, unless their number is fixed",
+        confidence="high",
+        falsified_by="count labels != -100; the finding is wrong if another step has far more of them",
+        places=case.places(work["event"]),
+        evidence=(Evidence("kernels that read or write the logits", table.head(10).to_dicts()),),
+    )
 
 
 _SCALING = "_amp_foreach_non_finite_check_and_unscale_"

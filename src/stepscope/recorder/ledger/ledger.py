@@ -245,6 +245,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._follow(outputs, op, *held, phase)  # first, so that a formula's error does not lose bytes
         if self.log is not None:
             self.log.note(func, op, *held, outputs, phase)
+        self.padding.note_loss(op.name, args)
         self._tally.count(op, func, args, kwargs, out, outputs, phase)
 
     def _follow(self, outputs: tuple[torch.Tensor, ...], op: Op, args: Any, kwargs: Any, phase: str) -> None:

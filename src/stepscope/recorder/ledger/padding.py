@@ -1,4 +1,5 @@
-"""How many positions of a step's input are padding, from the values of its token ids, its mask or its frames."""
+"""How many positions of a step's input are padding, from the values of its token ids, its mask or its frames; and how
+many labels the loss ignores."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ _LEAST_POSITIONS = 8  # a shorter row is not text
 _FEWEST_FEATURES = 4  # of a frame: fewer may be equal by chance
 _MOST_ELEMENTS = 1 << 24
 _WHOLE = (torch.int64, torch.int32, torch.bool)
+_LOSS = "aten.nll_loss_forward"  # (log-probabilities, labels, weight, reduction, the label that is ignored)
 
 
 class Padding:
@@ -20,6 +22,7 @@ class Padding:
 
     def __init__(self) -> None:
         self._totals = [0, 0, 0]
+        self._labels: list[tuple[int, torch.Tensor, int]] = []  # classes, those ignored and all of each loss
         self.error: str | None = None
 
     def note(self, args: Any, kwargs: Any) -> None:
@@ -36,9 +39,22 @@ class Padding:
         most = min((one for one in found if one is not None), key=lambda one: one[1] / one[0], default=(0, 0, 0))
         self._totals = [total + one for total, one in zip(self._totals, most)]
 
+    def note_loss(self, op: str, args: Any) -> None:
+        """Count the ignored labels of a loss; they are read in `table`, when the GPU has done it."""
+        if op == _LOSS:
+            labels = args[1]
+            self._labels.append((args[0].shape[-1], torch.count_nonzero(labels == args[4]), labels.numel()))
+
     def table(self) -> dict[str, int]:
-        """Return positions, those in use, and those if each batch is padded to its longest; zeros without text."""
-        return dict(zip(("num_positions", "num_used", "num_to_longest"), self._totals))
+        """Return positions, those in use, and those if each batch is padded to its longest, zeros without text; and
+        the labels of the losses with most classes, if there are any."""
+        table = dict(zip(("num_positions", "num_used", "num_to_longest"), self._totals))
+        if self._labels:
+            most = max(num_classes for num_classes, _, _ in self._labels)
+            labels = [(num_ignored, num) for num_classes, num_ignored, num in self._labels if num_classes == most]
+            table["num_labels"] = sum(num for _, num in labels)
+            table["num_ignored"] = sum(int(num_ignored) for num_ignored, _ in labels)
+        return table
 
 
 def _counted(tensor: torch.Tensor, pad: int | None = None) -> tuple[int, int, int] | None:
