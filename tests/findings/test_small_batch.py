@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from device_cases import Program
-from host_cases import H200, case_of
+from host_cases import H200, case_of, recorded
 
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.launches import small_batch
@@ -32,6 +32,18 @@ def test_short_kernels_take_more_data_for_nothing():
     assert finding.saving_ns == pytest.approx(3_000_000, rel=0.01), "half of 6 ms"
     assert "Half of 2,000 kernels per step are shorter than 3.00 µs" in finding.sentence
     assert "of 140 GiB of memory is free" in finding.sentence and "batch_size" in finding.fix
+
+
+def test_with_several_micro_batches_the_fix_is_fewer_of_them_and_verify_tries_it(tmp_path):
+    folder = recorded(tmp_path / "run")
+    (folder / "samples.jsonl").write_text(
+        (folder / "samples.jsonl").read_text().replace('"num_micro_batches": 1', '"num_micro_batches": 8')
+    )
+    (finding,) = small_batch(case_of(graph(took=3), folder))
+
+    assert finding.other_fix == "micro_batch" and "half as many micro-batches (8 now)" in finding.fix
+    (alone,) = small_batch(case_of(graph(took=3), recorded(tmp_path / "other")))
+    assert alone.other_fix == "" and "double batch_size" in alone.fix
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from handmade import MS, sample, write_recording
 from stepscope import session
 from stepscope.api import improve_order, improve_search
 from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
+from stepscope.findings.fixes import Chosen
 from stepscope.sweep import record_runs
 from stepscope.sweep.record_runs import Failure
 
@@ -37,6 +38,8 @@ class Machine:
     runs: list[str] = field(default_factory=list)
     traced: list[str] = field(default_factory=list)
     num_prefetched: int = 0
+    micro_batches: int = 1  # of a step
+    num_samples: dict[str, int] = field(default_factory=dict)  # of a step with these changes, if they are others
     now_s: float = 0.0
     ledger: Callable[[set[str]], dict[str, float]] | None = None  # what findings promise, with some changes made
     random: random.Random = field(default_factory=lambda: random.Random(1))
@@ -61,7 +64,12 @@ class Machine:
         after = {name: round(1.2 * ns) if num_traced else ns for name, ns in host.items()}  # the trace, on a GPU
         windows = [("warmup", host)] * 8 + [("clean", host)] * 20 + [("free", after)] * 20
         losses = [loss * 4 / (n + 1) if n < 28 else None for n in range(48)]
-        samples = [sample(n, name, host_ns=ns, loss=losses[n]) for n, (name, ns) in enumerate(windows)]
+        work = {"num_samples": self.num_samples.get(text, 32), "num_tokens": None}
+        work["num_micro_batches"] = self.micro_batches // Chosen(text, (), "").growth
+        samples = [
+            sample(n, name, host_ns=ns, loss=losses[n], loss_sum=losses[n], **work)
+            for n, (name, ns) in enumerate(windows)
+        ]
         looked = (fix or "").removeprefix("?").split("+")
         facts = [{"id": each.partition("=")[0], "changed": {each: 1}, "left": {}} for each in looked if each]
         for each in facts if is_look else []:
@@ -212,6 +220,39 @@ def test_a_better_mode_of_the_compiler_replaces_the_first(improve):
 
     assert result.kept == ("compile",) and statuses(result)["launch_bound"] == "replaced"
     assert result.code == ("model.compile()  # before training",)
+
+
+def test_micro_batches_are_doubled_until_that_does_not_pay(improve):
+    factors = {"micro_batch": 1.3, "micro_batch=4": 1.6, "micro_batch=8": 1.5, "autocast": 1.5}
+    result = improve(Machine(factors, micro_batches=8))
+
+    assert result.kept == ("autocast", "micro_batch=4") and result.gain.factor == pytest.approx(2.4, rel=0.01)
+    found = {name: status for name, status in statuses(result).items() if "micro" in name}
+    assert found == {"micro_batch": "replaced", "micro_batch=4": "kept", "micro_batch=8": "slower"}
+
+
+def test_micro_batches_that_run_out_of_memory_change_the_work_or_are_one_are_not_kept(improve):
+    factors = {"micro_batch": 1.3, "micro_batch=4": 1.6, "autocast": 1.5}
+    scarce = {"micro_batch=4": "OutOfMemoryError: CUDA out of memory"}
+    machines = {
+        "memory": Machine(factors, micro_batches=8, failing=scarce),
+        "work": Machine(factors, micro_batches=8, num_samples={"autocast+micro_batch": 31}),
+        "six": Machine(factors, micro_batches=6),
+        "one": Machine(factors),
+    }
+    kept, reasons = {}, {}
+    for name, machine in machines.items():
+        result = improve(machine, output=name)
+        kept[name] = result.kept[1:]
+        reasons[name] = {trial.fix: trial.reason for trial in result.trials if "micro" in trial.fix}
+
+    assert kept == {"memory": ("micro_batch",), "work": (), "six": ("micro_batch",), "one": ()}
+    assert reasons == {
+        "memory": {"micro_batch": None, "micro_batch=4": scarce["micro_batch=4"]},
+        "work": {"micro_batch": "step 0 has 31 samples in 4 micro-batches with it, and 32 samples in 8 without"},
+        "six": {"micro_batch": None},
+        "one": {"micro_batch": "a step has one micro-batch"},
+    }
 
 
 def test_of_two_that_compile_and_promise_as_much_the_one_with_cuda_graphs_comes_first(improve):

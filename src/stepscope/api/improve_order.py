@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from stepscope.analysis.comparison.micro_batches import MICRO_BATCH, most_micro_batches, why_not_applied
 from stepscope.analysis.comparison.verification import flops_by_dtype
 from stepscope.errors import StepscopeError
 from stepscope.findings.fixes import FIXES
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
     from stepscope.trace.recording import Recording
 
 TRIES = (
-    "waiting_for_data", "memory_layout", "autocast", "sdpa", "cudnn_benchmark", "unfused_optimizer", "threads",
-    "fp32_matmul", "pageable_copies", "attention_backend=cudnn", "expandable_segments", "launch_bound", "compile",
-    "compile=max-autotune-no-cudagraphs",
+    "waiting_for_data", "memory_layout", "autocast", "sdpa", MICRO_BATCH, "cudnn_benchmark", "unfused_optimizer",
+    "threads", "fp32_matmul", "pageable_copies", "attention_backend=cudnn", "expandable_segments", "launch_bound",
+    "compile", "compile=max-autotune-no-cudagraphs",
 )  # fmt: skip
 """The order without a ledger: what usually saves most first, what compiles last, with CUDA graphs before without."""
 COMPILERS = ("compile", "launch_bound")  # one replaces the other
@@ -34,6 +35,19 @@ LOWER_PRECISION_SHARE = 0.25
 
 def is_compiler(text: str) -> bool:
     return text.partition("=")[0] in COMPILERS
+
+
+def replaces(text: str, other: str) -> bool:
+    """Return whether one change takes the place of another: one of its own values, or what compiles too."""
+    return text.partition("=")[0] == other.partition("=")[0] or (is_compiler(text) and is_compiler(other))
+
+
+def following(text: str, survey: Recording) -> str | None:
+    """Return what to try after a change that was kept: micro-batches twice as large again; None if nothing."""
+    name, _, value = text.partition("=")
+    growth = 2 * int(value or 2)
+    is_next = name == MICRO_BATCH and most_micro_batches(survey) % growth == 0
+    return f"{MICRO_BATCH}={growth}" if is_next else None
 
 
 def phase_share(recording: Recording, phase: str) -> float | None:
@@ -59,6 +73,9 @@ def refusals(survey: Recording) -> dict[str, str]:
         for facts in survey.facts.get("fixes", ())
         if not facts["changed"]
     }
+    left = {facts["id"]: facts["left"] for facts in survey.facts.get("fixes", ())}
+    if MICRO_BATCH in refused or most_micro_batches(survey) < 2:
+        refused[MICRO_BATCH] = why_not_applied(survey, left.get(MICRO_BATCH, ()))
     if "compile" in refused:
         refused |= dict.fromkeys(COMPILERS, refused["compile"])
     if not is_gpu(survey):

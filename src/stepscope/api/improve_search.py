@@ -31,10 +31,12 @@ from stepscope.api.improve_order import (
     PHASE_OF,
     TRIES,
     Promises,
+    following,
     is_compiler,
     is_gpu,
     phase_share,
     refusals,
+    replaces,
 )
 from stepscope.api.verification import attempt, need_timed, read_attempt
 from stepscope.errors import UsageError
@@ -166,6 +168,8 @@ class Search:
                     self._note(self._try(text, len(waiting) > 1) if refused is None else is_needless)
                 except OutOfTime as needed:
                     self._leave(text, f"{needed}: set more than {self.limit_s / 60:g} --minutes")
+                if text in self.kept and (more := following(text, survey.recording)):
+                    waiting.append(more)
                 waiting = waiting or self._worth_another_try()
                 if self.kept != best and len(waiting) > 1:
                     self._look_again(waiting)
@@ -240,11 +244,9 @@ class Search:
         """
         before, replaced = "+".join(self.kept), None
         rest = list(self.kept)
-        if is_compiler(text):
-            replaced = next(filter(is_compiler, rest), None)
-            rest = [one for one in rest if one != replaced]
-        after = "+".join([*rest, text])
-        plan = Plan(after, parse_fix(after).arithmetic, parse_fix(text).lowers_to, self._tolerance)
+        replaced = next((one for one in rest if replaces(text, one)), None)
+        rest = [one for one in rest if one != replaced]
+        plan = self._plan_of(after := "+".join([*rest, text]), text)
         times: tuple[list[float], list[float]] = ([], [])
         trial = Trial(text, tuple(self.kept), found.NO_GAIN)
         while True:
@@ -281,13 +283,18 @@ class Search:
                 trial = replace(trial, reason="the runs with and without it overlap")
             return replace(trial, status=decision)
 
+    def _plan_of(self, fixes: str, text: str = "") -> Plan:
+        chosen = parse_fix(fixes)
+        lowers_to = parse_fix(text).lowers_to if text else ()
+        return Plan(fixes, chosen.arithmetic, lowers_to, self._tolerance, growth=chosen.growth)
+
     def _gate(self, plan: Plan, is_last: bool = False) -> LossCheck:
         """Return whether the losses of some changes agree with those of the unchanged script.
 
         If they do not, the unchanged script runs once with weights disturbed by rounding: training may amplify it.
         """
         losses = gate(plan, self.attempts[BASELINE], self.attempts[plan.fix])
-        if losses.verdict != DIFFER or plan.arithmetic in (SAME, RESAMPLED) or plan.tolerance_share is not None:
+        if losses.verdict != DIFFER or losses.arithmetic in (SAME, RESAMPLED) or plan.tolerance_share is not None:
             return losses
         lowers = parse_fix(plan.fix).lowers_to
         flops = flops_by_dtype(self.attempts[BASELINE][0].recording)
@@ -366,7 +373,7 @@ class Search:
         if not self.kept:
             return None
         best = "+".join(self.kept)
-        return self._gate(Plan(best, parse_fix(best).arithmetic, (), self._tolerance), is_last=True)
+        return self._gate(self._plan_of(best), is_last=True)
 
     def _note(self, trial: Trial) -> None:
         trial = replace(trial, promise_share=self.promises.shares.get(trial.fix))

@@ -110,7 +110,10 @@ def verify(
         for warning in warnings:
             warn(warning)
     folder = _folder(None if output is None else Path(output), command)
-    plans = [Plan(each.text, each.arithmetic, each.lowers_to, tolerance, script=each.script) for each in chosen]
+    plans = [
+        Plan(each.text, each.arithmetic, each.lowers_to, tolerance, script=each.script, growth=each.growth)
+        for each in chosen
+    ]
     recorded = None if session is None else (session.recording.facts.get("windows") or {}).get("warmup")
     options = Options(
         warmup=warmup or max(NUM_WARMUP, recorded or 0), clean=num_clean or NUM_CLEAN, timeout_s=timeout_s, free=0

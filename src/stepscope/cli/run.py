@@ -188,6 +188,7 @@ class _Run:
         fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
         if fix is not None:
             fixes.set_variables(fix)
+        words = None if fix is None else fixes.change_words(fix, program.argv)
         rank = int(os.environ.get("RANK", "0"))
         # Absolute, for a script that changes its working directory.
         self.folder = (self._arguments.output or files.default_folder(program.name)).absolute()
@@ -222,6 +223,7 @@ class _Run:
             inference=self._arguments.inference,
             memory_in_full=self._arguments.memory,
             fix=fix,
+            words=words,
             when=tuple(self._arguments.when),
             limit=self._arguments.limit,
             is_quiet=self._arguments.quiet,

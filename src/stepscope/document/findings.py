@@ -122,7 +122,7 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> Find
 def _prove(finding: Finding, diagnosis: Diagnosis, recording: str | None) -> str | None:
     if recording is None:
         return None
-    path, fix = shlex.quote(recording), finding.id
+    path, fix = shlex.quote(recording), finding.other_fix or finding.id
     if fix in FIXES and finding.is_provable:
         return f"stepscope verify {path} --fix {fix}"
     if finding.saving_ns and diagnosis.script and fix not in _NOT_IN_A_SHORT_RUN:

@@ -15,10 +15,10 @@ from stepscope.formatting import average, duration, milliseconds, percent, plura
 _LEAST_WARMUP_NS = 1e9
 _WORTH_SAYING = 0.01  # of the time of a run
 _ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order", "reduced": "lower precision",
-            "resampled": "other random numbers in the data", "by hand": "a change by hand"}  # fmt: skip
+            "resampled": "other random numbers", "by hand": "a change by hand"}  # fmt: skip
 
 _WHY_MEANS = {
-    gate.RESAMPLED: "The data draws random numbers, and workers draw others",
+    gate.RESAMPLED: "The data or the model draws random numbers, and with the change others",
     gate.BY_HAND: "Those of single steps differ, as if the change draws other random numbers",
 }
 

@@ -42,6 +42,7 @@ class Finding:
     """Rows of the ledger that it explains, in ns per step; `saving_ns` is at most their sum. Set by `diagnose`."""
     group: str | None = None  # the fix that it shares with other findings, one of `findings/groups.py`
     is_provable: bool = True  # whether this finding's fix is the one that `stepscope verify` applies for the rule
+    other_fix: str = ""  # the fix that `stepscope verify` applies for it, if it is not the one with the rule's id
     id: str = ""  # the rule's id, set by `diagnose`
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from stepscope.analysis.comparison.losses import BY_HAND, NOT_COMPARABLE, REDUCED, REORDERED, RESAMPLED, SAME
+from stepscope.analysis.comparison.micro_batches import MICRO_BATCH
 from stepscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Fix:
     arithmetic: str
     """How losses may differ: `same`, `reordered`, `reduced`, `resampled`, `not comparable` (`losses.py`)."""
     code: str
-    """The same change in the script, for `stepscope improve`; `{value}` and `{device}` are filled in."""
+    """The same change in the script, for `stepscope improve`; `{value}`, `{device}` and such are filled in."""
     values: tuple[str, ...] = ()  # values allowed after `=`, the default first; `N` stands for any number
     lowers_to: str | None = None
     """The dtype of matrix products with the fix; if their number does not grow, it was not applied."""
@@ -71,6 +72,9 @@ FIXES: Mapping[str, Fix] = {
             "DataLoader(…, num_workers={value}, persistent_workers=True, prefetch_factor=4)", ("", "N")),
         Fix("small_batch", "DataLoaders with batch_size times N; compares tokens per second, not losses",
             NOT_COMPARABLE, "DataLoader(…, batch_size={value} * batch_size)", ("2", "N")),
+        Fix(MICRO_BATCH, "with gradient accumulation: micro-batches N times as large, and as many fewer per step, in "
+            "Transformers, Accelerate, Lightning, or by options of the script", REORDERED,
+            "{said}", ("2", "N"), findings=("small_batch", "launch_bound")),
         Fix("threads", "torch.set_num_threads(N) on a CPU (default: one per core)", REORDERED,
             "torch.set_num_threads({value})  # before training", ("", "N")),
         Fix("expandable_segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", SAME,
@@ -93,6 +97,12 @@ class Chosen:
     def lowers_to(self) -> list[str]:
         """The dtypes to which its fixes lower matrix products."""
         return [fix.lowers_to for fix in self.fixes if fix.lowers_to]
+
+    @property
+    def growth(self) -> int:
+        """How many times as large it makes micro-batches."""
+        parts = [] if self.script is not None else [part.partition("=") for part in self.text.split("+")]
+        return next((int(value or 2) for name, _, value in parts if name == MICRO_BATCH), 1)
 
     @property
     def arithmetic(self) -> str:
@@ -169,10 +179,11 @@ def code_of(text: str, values: Mapping[str, str | None], device: str) -> list[st
     lines = []
     for part in text.split("+"):
         name, _, value = part.partition("=")
-        value = value or values.get(name) or next(iter(FIXES[name].values), "")
+        said = values.get(name) or ""
+        value = value or said or next(iter(FIXES[name].values), "")
         mode = f'mode="{value}"' if value != "default" else ""
         backend = _BACKENDS.get(value, "MATH")
-        lines.append(FIXES[name].code.format(value=value, device=device, mode=mode, backend=backend))
+        lines.append(FIXES[name].code.format(value=value, said=said, device=device, mode=mode, backend=backend))
     return lines
 
 
@@ -181,7 +192,7 @@ def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
     from stepscope.analysis.comparison.verification import Expected
 
     name = chosen.finding
-    finding = next((each for each in diagnosis.findings if each.id == name), None)
+    finding = next((each for each in diagnosis.findings if name in (each.id, each.other_fix)), None)
     unchecked = next((each.reason for each in diagnosis.unchecked if each.id == name), None)
     if len(chosen.fixes) > 1:
         reason = "savings of several findings cannot be added"

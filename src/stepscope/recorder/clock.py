@@ -134,6 +134,8 @@ class TimedStep:
     first_event: Any = None
     events: list[tuple[str, Any]] = field(default_factory=list)
     loss: Any = None
+    losses: list[Any] = field(default_factory=list)
+    """Those passed to each backward; None for one that is not a number."""
 
     def joined(self, following: TimedStep) -> TimedStep:
         """Return this step and the next one as a single step, with host times only."""

@@ -240,8 +240,8 @@ class Loop:
                 self.usual.sample_loss(tensors)
             return
         is_loss = isinstance(tensors, torch.Tensor) and is_plain(tensors) and tensors.numel() == 1
-        if (is_loss or isinstance(tensors, float)) and not self._root_depth:
-            self.facts.give(loss=tensors)
+        if not self._root_depth:
+            self.facts.note_loss(tensors if is_loss or isinstance(tensors, float) else None)
         if self.observer is not None:
             self.observer.backward_begins(create_graph, tensors)
 

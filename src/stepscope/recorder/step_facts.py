@@ -39,6 +39,7 @@ class StepFacts:
     def __init__(self) -> None:
         self.given_tokens: int | None = None
         self.loss: Any = None
+        self.losses: list[Any] = []  # of each backward, None if it is not a number
         self.num_skipped = 0
         # Samples that DataLoaders gave, and most at once, as far as known: not in usual steps, which have one model.
         self._fetched = self._most_at_once = 0
@@ -59,6 +60,11 @@ class StepFacts:
             self.given_tokens = (self.given_tokens or 0) + int(tokens)
         if loss is not None:
             self.loss = _kept(loss) if isinstance(loss, torch.Tensor) else float(loss)
+
+    def note_loss(self, loss: Any) -> None:
+        """Note what is passed to a backward, None if it is not a number."""
+        self.give(loss=loss)
+        self.losses.append(None if loss is None else self.loss)
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -107,6 +113,7 @@ class StepFacts:
         if self.given_tokens or following.given_tokens:
             both.given_tokens = (self.given_tokens or 0) + (following.given_tokens or 0)
         both.loss = self.loss if following.loss is None else following.loss
+        both.losses = self.losses + following.losses
         both.num_skipped = self.num_skipped + following.num_skipped
         both._fetched = self._fetched + following._fetched
         both._most_at_once = max(self._most_at_once, following._most_at_once)

@@ -52,12 +52,18 @@ class StepSample:
     num_micro_batches: int
     num_skipped: int  # optimizer steps that a GradScaler skipped
     num_compiles: int
-    loss: float | None  # as passed to `backward`, including a scaler's factor
+    loss: float | None  # as passed to the last `backward`, including a scaler's factor
     num_times: Mapping[str, int] = field(default_factory=dict)  # how often each thing between steps was done
+    loss_sum: float | None = None  # the sum over all `backward` calls, if there were several
 
     @property
     def end_ns(self) -> int:
         return self.start_ns + self.wall_ns
+
+    @property
+    def total_loss(self) -> float | None:
+        """The loss whose gradient the step is of: the sum over its micro-batches. None if it is not known."""
+        return self.loss if self.loss_sum is None and self.num_micro_batches < 2 else self.loss_sum
 
 
 @dataclass(frozen=True)
@@ -299,7 +305,7 @@ def _add_to(line: dict[str, Any], following: Mapping[str, Any]) -> None:
 
 def step_of_line(line: dict[str, Any]) -> StepSample:
     """Return the step of a line of samples.jsonl; KeyError, TypeError or ValueError if it is not one."""
-    wall_ns, window, loss = _integer(line["wall_ns"]), line["window"], line.get("loss")
+    wall_ns, window = _integer(line["wall_ns"]), line["window"]
     if not isinstance(window, str):
         raise TypeError("window is not a name")
     # Free-running steps of older recordings have only their duration.
@@ -321,8 +327,8 @@ def step_of_line(line: dict[str, Any]) -> StepSample:
         num_micro_batches=_integer(line.get("num_micro_batches", 0)),
         num_skipped=_integer(line.get("num_skipped", 0)),
         num_compiles=_integer(line.get("num_compiles", 0)),
-        loss=float(loss) if loss is not None else None,
         num_times=_nanoseconds(line.get("num_times") or {}),
+        **{name: None if line.get(name) is None else float(line[name]) for name in ("loss", "loss_sum")},
     )
 
 

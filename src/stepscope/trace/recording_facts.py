@@ -79,7 +79,8 @@ class RecordingFacts(TypedDict, total=False):
     `default_power_limit_watts` if the driver reports them."""
     fixes: list[dict[str, Any]]
     """For a run of `stepscope verify` with a fix: its `id` and `value`, what was `changed` and how often, what was
-    `left` unchanged and why, and the message if `nothing_seen` could be changed."""
+    `left` unchanged and why, the message if `nothing_seen` could be changed, and whether it `resamples`: the model
+    draws other random numbers with it."""
     notes: list[dict[str, str]]  # remarks for the reader: `about` and `text`
 
 
@@ -165,7 +166,8 @@ SCHEMA: dict[str, Any] = {
         "other_processes~": [{"pid~": COUNT, "name~": TEXT, "used_bytes~": COUNT}], "max_sm_clock_mhz~": NUMBER,
         "power_limit_watts~": NUMBER, "default_power_limit_watts~": NUMBER,
     },
-    "fixes": [{"id": TEXT, "value~": TEXT, "changed": _EACH_COUNT, "left": {"*": PLAIN}, "nothing_seen~": TEXT}],
+    "fixes": [{"id": TEXT, "value~": TEXT, "changed": _EACH_COUNT, "left": {"*": PLAIN}, "nothing_seen~": TEXT,
+               "resamples?": FLAG}],
     "notes": [{"about": TEXT, "text": TEXT}],
 }  # fmt: skip
 """What the fields of `recording.json` must be. A field that is not is left out, as in a recording that lacks it."""

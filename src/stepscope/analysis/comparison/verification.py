@@ -10,12 +10,17 @@ from stepscope.analysis.comparison.losses import (
     BY_HAND,
     DIFFER,
     NOT_COMPARABLE,
+    REDUCED,
+    REORDERED,
+    RESAMPLED,
+    SAME,
     LossCheck,
     check_losses,
     finite,
     noise_of,
 )
 from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, RUNS, TOO_FEW, Change, Measure, change_of
+from stepscope.analysis.comparison.micro_batches import most_micro_batches, why_not_larger
 from stepscope.analysis.time.summary import clean_step_ns, loop_of
 from stepscope.display import Shown
 from stepscope.formatting import plural, whole_percent
@@ -50,6 +55,7 @@ class Plan:
     tolerance_share: float | None = None
     threshold_share: float = 0.02
     script: str | None = None  # the changed script, if the change was made by hand
+    growth: int = 1  # how many times as large it makes micro-batches
 
 
 @dataclass(frozen=True)
@@ -175,12 +181,22 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
 def gate(
     plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], rounded: Sequence[Attempt] = ()
 ) -> LossCheck:
-    """Return whether losses with a change agree with those without; the first of `before` is the rehearsal."""
+    """Return whether losses with a change agree with those without; the first of `before` is the rehearsal.
+
+    Of each step, the last micro-batch's loss is compared. If runs differ in their micro-batches, it is the sum of
+    all, whose gradient the step is of.
+    """
+    runs = [each.recording for each in (*before, *after) if each.recording is not None]
+    in_all = len({most_micro_batches(each) for each in runs}) > 1
     is_low = any(flops_by_dtype(before[0].recording).get(dtype) for dtype in LOW_DTYPES)
     # Small differences grow from step to step, so the timed runs are held to as many steps as the rehearsal has.
     last = max((step for each in _losses(before[:1]) for step in each), default=-1)
-    sides = (_losses(before, last), _losses(after, last))
-    return check_losses(*sides, plan.arithmetic, plan.tolerance_share, is_low, _losses(rounded))
+    sides = (_losses(before, last, in_all), _losses(after, last, in_all))
+    arithmetic = plan.arithmetic
+    resamples = any(fix.get("resamples") for each in after for fix in _fixes(each))
+    if resamples and arithmetic in (SAME, REORDERED, REDUCED):
+        arithmetic = RESAMPLED
+    return check_losses(*sides, arithmetic, plan.tolerance_share, is_low, _losses(rounded, in_all=in_all))
 
 
 def loss_noise(attempts: Sequence[Attempt]) -> float | None:
@@ -205,6 +221,8 @@ def refusal(
         if with_it <= without and why_not is None:
             found = ", ".join(f"{name} {whole_percent(share)}" for name, (_, share) in products.items() if share)
             why_not = f"no more products run in {dtype} than without it (with it: {found})"
+    if plan.growth > 1 and first is not None and before.recording is not None:
+        why_not = why_not_larger(before.recording, first, plan.growth) or why_not
     if why_not is None:
         return None
     return Verified(plan.fix, NOT_APPLIED, why_not, changed=changed, left=left, products=products, expected=expected)
@@ -253,9 +271,17 @@ def flops_by_dtype(recording: Recording | None) -> dict[str, float]:
     return found
 
 
-def _losses(attempts: Sequence[Attempt], last: float = math.inf) -> list[dict[int, float]]:
-    recordings = [each.recording for each in attempts if each.recording is not None]
-    return [{s.step: s.loss for s in each.samples if s.loss is not None and s.step <= last} for each in recordings]
+def _losses(attempts: Sequence[Attempt], last: float = math.inf, in_all: bool = False) -> list[dict[int, float]]:
+    """Return losses by step: of the last micro-batch, or the sum of all."""
+    found = []
+    for samples in (each.recording.samples for each in attempts if each.recording is not None):
+        losses = {each.step: each.total_loss if in_all else each.loss for each in samples if each.step <= last}
+        found.append({step: loss for step, loss in losses.items() if loss is not None})
+    return found
+
+
+def _fixes(attempt: Attempt) -> Sequence[Mapping[str, Any]]:
+    return () if attempt.recording is None else attempt.recording.facts.get("fixes") or ()
 
 
 def _unit(plan: Plan, runs: _Runs) -> tuple[str | None, str | None]:

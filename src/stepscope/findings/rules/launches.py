@@ -2,6 +2,7 @@
 
 import polars as pl
 
+from stepscope.analysis.comparison.micro_batches import MICRO_BATCH
 from stepscope.analysis.kernels.kernels import launches
 from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.analysis.structure.intervals import complement, intersect
@@ -90,12 +91,17 @@ def small_batch(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]  # numbers
+    num_micro_batches = case.summary.num_micro_batches if case.has_recording else 1
+    fix = "double batch_size as long as tokens per second increase; the learning rate may need to change too"
+    if num_micro_batches > 1:
+        fix = f"half as many micro-batches ({num_micro_batches} now) of twice the size, as long as steps get shorter"
     return one_finding(
         sentence=f"The batch is too small for {case.device.name}: kernels shorter than {duration(_SHORT_NS, 3)} take "
         f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and would take hardly "
         f"longer with more data. Half of {case.number_text(kernels, 'kernel')} per step are shorter than "
         f"{duration(median_ns, 3)}, and {size(memory_bytes - peak_bytes)} of {size(memory_bytes)} of memory is free.",
-        fix="double batch_size as long as tokens per second increase; the learning rate may need to change too",
+        fix=fix,
+        other_fix=MICRO_BATCH if num_micro_batches > 1 else "",
         saving_ns=saving_ns,
         derived="time per batch at twice the batch size: the step replayed with these kernels half as long, since "
         "such kernels take no longer with twice the data",

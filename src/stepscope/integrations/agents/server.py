@@ -136,7 +136,7 @@ class Tools:
         found = api.diagnose(where, rank=rank)
         data = found.to_json()
         del data["ledger"]
-        fixes = [each.id for each in found.findings if each.id in FIXES]
+        fixes = [name for each in found.findings if (name := each.other_fix or each.id) in FIXES]
         target = where if (where / "recording.json").is_file() else "train.py"
         tries = [command("verify", target, "--fix", each) for each in fixes[:3]]
         tries = tries or [command("improve", "train.py")]

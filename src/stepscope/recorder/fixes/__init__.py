@@ -5,11 +5,14 @@
 
 import os
 
+from stepscope.recorder.fixes.words import Regrouped, regroup
+
 VARIABLE = "STEPSCOPE_FIX"  # set for a child process, and removed from its environment before the script starts
 LOOK = "?"
 """Before the names of fixes, or alone: count what they would change, and change nothing."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
+MICRO_BATCH = "micro_batch"
 
 
 def split(text: str) -> list[tuple[str, str | None]]:
@@ -27,3 +30,14 @@ def set_variables(text: str) -> None:
     is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     if not text.startswith(LOOK) and not is_set and any(name == "expandable_segments" for name, _ in split(text)):
         os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
+
+
+def change_words(text: str, argv: list[str]) -> Regrouped | None:
+    """Change a script's command line in place if fixes can be made there; return what was or would be changed."""
+    factor = next((value or "2" for name, value in split(text) if name == MICRO_BATCH), "")
+    if not factor.isdecimal():
+        return None
+    words, regrouped = regroup(argv, int(factor))
+    if not text.startswith(LOOK):
+        argv[:] = words
+    return regrouped

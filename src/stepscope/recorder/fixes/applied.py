@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.recorder.fixes import LOOK, split
+from stepscope.recorder.fixes import LOOK, MICRO_BATCH, split
 from stepscope.recorder.fixes.changes import (
     Autocast,
     Change,
@@ -17,8 +17,10 @@ from stepscope.recorder.fixes.changes import (
     MoreWorkers,
     PinnedCopies,
 )
+from stepscope.recorder.fixes.micro_batches import MicroBatch
 from stepscope.recorder.fixes.models import ChannelsLast, FusedAttention, Rounding
 from stepscope.recorder.fixes.settings import AttentionBackend, CudnnBenchmark, ExpandableSegments, Tf32, Threads
+from stepscope.recorder.fixes.words import Regrouped
 
 CHANGES: dict[str, Callable[[str | None], Change]] = {
     "fp32_matmul": Tf32,
@@ -33,6 +35,7 @@ CHANGES: dict[str, Callable[[str | None], Change]] = {
     "pageable_copies": PinnedCopies,
     "waiting_for_data": MoreWorkers,
     "small_batch": LargerBatch,
+    MICRO_BATCH: MicroBatch,
     "threads": Threads,
     "expandable_segments": ExpandableSegments,
     "rounding": Rounding,
@@ -40,14 +43,17 @@ CHANGES: dict[str, Callable[[str | None], Change]] = {
 
 
 class AppliedFixes:
-    """Fixes by name, as in `STEPSCOPE_FIX`: `autocast+compile=max-autotune`; after a `?`, they only look."""
+    """Fixes by name, as in `STEPSCOPE_FIX`: `autocast+compile=max-autotune`; after a `?`, they only look.
 
-    def __init__(self, text: str) -> None:
+    `words` are what was changed for them on the command line.
+    """
+
+    def __init__(self, text: str, words: Regrouped | None = None) -> None:
         self._changes = [(name, CHANGES[name](value)) for name, value in split(text) if name in CHANGES]
         self._unknown = [name for name, _ in split(text) if name not in CHANGES]
         self._used: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         for _, change in self._changes:
-            change.only_looks = text.startswith(LOOK)
+            change.only_looks, change.words = text.startswith(LOOK), words
             try:
                 change.start()
             except Exception as error:  # this runs inside the script's `import torch`

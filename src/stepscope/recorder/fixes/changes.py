@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from stepscope.recorder.compiler.compile_watch import cuda_graphs
+from stepscope.recorder.fixes.words import Regrouped
 from stepscope.recorder.machine.cpu import num_cores
 from stepscope.recorder.model import is_compiled, replace_call
 from stepscope.recorder.patches import Around, Handle, remove_all
@@ -24,6 +25,8 @@ class Change:
     """Why nothing was changed if the script never used what the fix is about."""
     only_looks = False
     """Whether to count what would be changed, and change nothing."""
+    words: Regrouped | None = None
+    """What was changed on the command line, or would be."""
 
     def __init__(self, value: str | None) -> None:
         self.value = value

@@ -59,7 +59,7 @@ class Samples:
         self._put(self._step, step, window, facts.batch, facts.num_skipped, num_tokens, num_compiles, places)
         if window == windows.TRIGGERED:
             return  # the recording of that window has the rest
-        step.loss = facts.loss
+        step.loss, step.losses = facts.loss, facts.losses
         if step.first_event is not None or step.loss is not None:
             self._pending.append(step)
 
@@ -225,5 +225,10 @@ def _line(
 
 
 def _read_loss(step: TimedStep, line: dict[str, Any]) -> None:
-    loss = float(step.loss)
-    line["loss"] = loss if abs(loss) < float("inf") else str(loss)
+    line["loss"] = _number(float(step.loss))
+    if len(step.losses) > 1 and None not in step.losses:
+        line["loss_sum"] = _number(sum(map(float, step.losses)))
+
+
+def _number(loss: float) -> float | str:
+    return loss if abs(loss) < float("inf") else str(loss)

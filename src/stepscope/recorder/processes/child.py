@@ -85,7 +85,7 @@ def watch_forks(options: Options) -> AppliedFixes | None:
     if options.fix is not None:
         from stepscope.recorder.fixes.applied import AppliedFixes
 
-        _fixes = AppliedFixes(options.fix)
+        _fixes = AppliedFixes(options.fix, options.words)
     _options = options
     if not _watches_forks:
         _watches_forks = True

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepscope.recorder.fixes.words import Regrouped
 from stepscope.recorder.windows import Windows
 
 
@@ -28,6 +29,7 @@ class Options:
     inference: bool = False
     memory_in_full: bool = False
     fix: str | None = None  # fixes of `stepscope verify`, as in `AppliedFixes`
+    words: Regrouped | None = None  # what was changed for them on the command line
     is_quiet: bool = False
     when: tuple[str, ...] = ()  # conditions for further windows
     limit: int = 3  # on how many windows, for each
@@ -40,6 +42,6 @@ class Options:
     def from_json(cls, text: str) -> "Options":
         fields = json.loads(text)
         converted = {"folder": Path(fields["folder"]), "windows": Windows(**fields["windows"])}
-        return cls(
-            **{**fields, **converted, "when": tuple(fields["when"]), "trace_ranks": tuple(fields["trace_ranks"])}
-        )
+        converted |= {name: tuple(fields[name]) for name in ("when", "trace_ranks")}
+        words = fields["words"] and Regrouped(*fields["words"])
+        return cls(**{**fields, **converted, "words": words})
