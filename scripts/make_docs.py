@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import io
 import sys
 import textwrap
 import tokenize
@@ -103,9 +102,14 @@ API_PAGE = "docs/api.md"
 def table(source: Path, class_name: str) -> str:
     """Return a Markdown table of a class's fields: name, type, and the note beside or below each."""
     text = source.read_text()
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    notes = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    found = next(n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef) and n.name == class_name)
+    found = next(n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == class_name)
+    lines = text.splitlines(keepends=True)[found.lineno - 1 : found.end_lineno]
+    tokens = tokenize.generate_tokens(iter(lines).__next__)
+    notes = {
+        found.lineno - 1 + token.start[0]: token.string.lstrip("# ")
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    }
     rows = [f"{ast.get_docstring(found)}", "", "| field | type | description |", "|---|---|---|"]
     for node, following in zip(found.body, [*found.body[1:], None]):
         if isinstance(node, ast.AnnAssign):

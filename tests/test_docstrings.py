@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 from collections import Counter
+from pathlib import Path
 
 import stepscope
 
@@ -21,7 +22,10 @@ def test_examples(tmp_path, monkeypatch):
     finder, examples, failed = doctest.DocTestFinder(exclude_empty=True), Counter(), []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for name in ["stepscope", *MODULES]:
-        for found in finder.find(importlib.import_module(name)):
+        module = importlib.import_module(name)
+        if b">>>" not in Path(str(module.__file__)).read_bytes():
+            continue  # the finder would look for the line of every function
+        for found in finder.find(module):
             examples[name] += len(found.examples)
             if runner.run(found, out=failed.append).failed:
                 failed.append(name)

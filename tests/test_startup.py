@@ -166,7 +166,7 @@ def test_a_missing_recording_is_one_line():
             marks=pytest.mark.long,
         ),
         pytest.param(["plan", "cs336", "--preset", "tiny", "--device", "NVIDIA H200"], marks=pytest.mark.long),
-        ["list", "workloads"],
+        pytest.param(["list", "workloads"], marks=pytest.mark.long),
         ["doctor"],
     ],
     ids=lambda words: words[0],

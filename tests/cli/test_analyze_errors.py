@@ -151,10 +151,11 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     "words",
     [
         "analyze {}",
-        "analyze {} --json",
-        "analyze --sql {} 'select 1'",
         "analyze --sql {} 'select 1' --csv",
-        "analyze --sql --tables",
+        *(
+            pytest.param(words, marks=pytest.mark.long)
+            for words in ("analyze {} --json", "analyze --sql {} 'select 1'", "analyze --sql --tables")
+        ),
     ],
 )
 def test_a_closed_output_is_one_line(trace, words):
@@ -165,7 +166,14 @@ def test_a_closed_output_is_one_line(trace, words):
     assert done.stderr == f"stepscope {verb}: the answer could not be written: standard output is closed\n"
 
 
-@pytest.mark.parametrize("words", ["analyze {} --no-cache", "analyze {} --json", "analyze --sql {} 'select 1' --csv"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "analyze {} --no-cache",
+        pytest.param("analyze {} --json", marks=pytest.mark.long),
+        pytest.param("analyze --sql {} 'select 1' --csv", marks=pytest.mark.long),
+    ],
+)
 def test_nowhere_to_complain_costs_no_answer(trace, words):
     expected = shell(words.format(trace))
     done = shell(f"{words.format(trace)} 2>&-")
@@ -222,7 +230,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
-@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "kill -INT"])
+@pytest.mark.parametrize("to_all", [True, pytest.param(False, marks=pytest.mark.long)], ids=["terminal", "kill -INT"])
 def test_ctrl_c_while_reading_leaves_nothing_behind(tmp_path, to_all):
     """GIVEN a trace that several processes read WHEN a terminal interrupts all of them THEN none is left.
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 SCRIPT = """
 import torch
 model = torch.nn.Linear(8, 8)
@@ -35,8 +32,9 @@ for words in sys.argv[1:]:
 """
 
 
-def test_a_script_is_measured_and_its_page_written_without_a_connection(tmp_path):
+def test_a_script_is_measured_and_its_page_written_without_a_connection(forks, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "alone.py").write_text(ALONE)
     commands = (
         "run --quiet --warmup 2 --clean 4 -o run train.py",
         "show run",
@@ -44,9 +42,7 @@ def test_a_script_is_measured_and_its_page_written_without_a_connection(tmp_path
         "report run -o page.html",
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, *commands], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    exit_code, _, complained = forks.run(["alone.py", *commands], tmp_path, {})
 
-    assert done.returncode == 0 and "CONNECTS" not in done.stderr, done.stderr
+    assert exit_code == 0 and "CONNECTS" not in complained, complained
     assert (tmp_path / "page.html").is_file()

@@ -287,6 +287,7 @@ def test_ranks_that_cannot_share_a_model_evenly_are_refused_in_a_sentence(worklo
     assert "RuntimeError" not in told and told.count("stepscope plan:") == 1
 
 
+@pytest.mark.long
 def test_the_fewest_gpus_and_the_largest_batch_that_fit(capsys):
     sizes = {"batch": 1, "seq_len": 16, "d_model": 1792, "d_ff": 7168, "layers": 2, "heads": 14}
     values = {"preset": "small", "mode": "step", **sizes}

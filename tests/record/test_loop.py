@@ -58,7 +58,7 @@ def test_a_transform_of_the_data_that_is_a_module_is_no_model(tmp_path):
     assert text.count('"num_samples": 4,') == 8
 
 
-@pytest.mark.parametrize("updates_by_hand", [False, True])
+@pytest.mark.parametrize("updates_by_hand", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_waiting_for_a_disk_that_is_slow_belongs_to_no_step(tmp_path, monkeypatch, updates_by_hand):
     monkeypatch.setattr(Writer, "settle", lambda self: time.sleep(0.2))
     model = torch.nn.Linear(8, 2)

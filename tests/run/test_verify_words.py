@@ -276,7 +276,7 @@ def ends(pid: str) -> bool:
 def test_ranks_of_a_launcher_end_with_its_run(tmp_path):
     words = [sys.executable, "-c", RANKS]
 
-    failure = run_process(words, tmp_path, os.environ, tmp_path / "log.txt", timeout_s=5)
+    failure = run_process(words, tmp_path, os.environ, tmp_path / "log.txt", timeout_s=2)
 
     assert failure is not None and failure.is_timeout
     assert ends((tmp_path / "rank").read_text())

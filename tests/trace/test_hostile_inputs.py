@@ -188,6 +188,7 @@ def _recording(folder: Path, num_steps: int):
     return read_recording(write_recording(folder, {}, lines))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("analysis", [slow_steps, summary_of])
 def test_time_grows_with_the_steps_and_not_their_square(analysis, tmp_path):
     def seconds(num_steps: int) -> float:

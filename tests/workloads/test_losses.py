@@ -204,14 +204,16 @@ def test_a_compiler_takes_it_whole(loss, autocast):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
-def test_the_ops_keep_the_rules_of_custom_ops():
+@pytest.mark.parametrize("with_compilation", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_ops_keep_the_rules_of_custom_ops(with_compilation):
     hidden, weight, targets = inputs(torch.float32, rows=6, width=4, vocab=9)
     hidden.requires_grad_()
     weight.requires_grad_()
     checks = ("test_schema", "test_faketensor")
 
     arguments = (hidden, weight, targets, 4, torch.float32)
-    torch.library.opcheck(losses._chunked, arguments)
+    every = (*checks, "test_autograd_registration")
+    torch.library.opcheck(losses._chunked, arguments, **({} if with_compilation else {"test_utils": every}))
     torch.library.opcheck(losses._chunked_gradients, arguments, test_utils=checks)
     torch.library.opcheck(losses._fused, (*arguments, True), test_utils=checks)
     torch.library.opcheck(losses._fused, (*arguments, False), test_utils=checks)
