@@ -159,6 +159,22 @@ def test_an_op_is_not_constant_if_one_in_it_is_unknown():
     assert table["is_constant"].to_list() == [False, True, None]
 
 
+def test_what_autocast_casts_is_what_the_probe_saw_inside():
+    """The trace has aten::addcmul with its casts in it, and in it again; copy_ in copy_ is one copy."""
+    calls = logged_calls(log(
+        ("aten._to_copy forward", [DATA], [FREE]), ("aten.addcmul forward", [FREE], [LATER]),
+        ("aten._to_copy forward", [DATA], [OTHER_FREE]), ("aten.copy_ forward", [OTHER_FREE], [LATER]),
+    ))  # fmt: skip
+    trace = TraceBuilder().step(1, 0, 400)
+    trace.op("aten::addcmul", 10, 90).op("aten::to", 20, 30).op("aten::_to_copy", 30, 10).op("aten::addcmul", 60, 30)
+    trace.op("aten::_to_copy", 110, 50).op("aten::copy_", 170, 50).op("aten::copy_", 180, 10)
+
+    table = with_calls(trace.linked().host, calls).filter(pl.col("kind") == "op")
+
+    assert table["call"].to_list() == [0, 0, 0, 1, 2, 3, 3]
+    assert table.filter("is_logged")["start_ns"].to_list() == [30_000, 60_000, 110_000, 180_000]
+
+
 def test_a_tensor_that_the_step_itself_changes_is_not_constant():
     assert constants(log(("aten.add_ other", [DATA], [DATA]), unchanged=(DATA,))) == [False]
 

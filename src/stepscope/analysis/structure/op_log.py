@@ -26,6 +26,7 @@ _DRAWS = r"^aten::(multinomial|bernoulli|normal)$"
 BACKWARD = "backward"
 MAKES_ZEROS, READS_ZEROS = "makes", "reads"
 _PRODUCT = r"^aten\.(mm|addmm|bmm|baddbmm)$"
+_CAST = "aten::to"
 _OF_AUTOGRAD = r"^(autograd|torch)::"
 _SCHEMA = {
     "call": pl.UInt32, "name": pl.String, "phase": pl.String, "place": pl.String, "caller": pl.String,
@@ -227,21 +228,30 @@ def with_calls(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 
     An op is that with the same number among those of its name, in the backward or outside of it, if there are as many
     in its step (`is_logged`); ops inside it belong to it. An op around it that the probe did not see belongs to the
-    first one inside. It is constant if all of them are, and of use if one of them is.
+    first one inside. It is constant if all of them are, and of use if one of them is. Where autocast casts, the trace
+    has an op inside one of the same name, and the probe only what is inside.
     """
     names = set(calls["name"])
     text = host["name"].cast(pl.String).to_list()
     is_op = ((host["kind"] == "op") & host["step"].is_not_null()).to_list()
     parents = host["parent"].to_list()
+    children: dict[int, list[str]] = {}
+    for row, above in enumerate(parents):
+        if above is not None and is_op[row]:
+            children.setdefault(above, []).append(text[row])
+    is_seen = [is_op[row] and text[row] in names for row in range(host.height)]
+    for row, named in children.items():
+        if is_seen[row] and named.count(text[row]) == 1 and {*named} <= {text[row], _CAST}:
+            is_seen[row] = False
     inside = [False] * host.height  # an op that the probe saw, or one in it
     seen = []
     ordered = sorted(range(host.height), key=host["start_ns"].to_list().__getitem__)
     for row in ordered:
         above = parents[row]
         is_within = above is not None and inside[above]
-        if is_op[row] and not is_within and text[row] in names:
+        if is_seen[row] and not is_within:
             seen.append(row)
-        inside[row] = is_within or (is_op[row] and text[row] in names)
+        inside[row] = is_within or is_seen[row]
     side = (pl.col("phase").cast(pl.String) == BACKWARD).fill_null(False).alias("side")
     rows = host.select("row", pl.col("name").cast(pl.String), "step", side).gather(seen)
     keys = ("name", "side")

@@ -12,6 +12,7 @@ from stepscope.analysis.time.stalls import STALL_NS, with_threads
 from stepscope.analysis.time.waits import mask_indexing
 from stepscope.analysis.time.what_if import Saving
 from stepscope.errors import if_available
+from stepscope.findings.op_lines import logged_of
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, on_gpu, one_finding, rule, stretches
 from stepscope.formatting import duration, plural, size
 
@@ -46,7 +47,17 @@ def waits_of(case: Case, owner: str) -> pl.DataFrame:
         .then(pl.lit("nobody"))
         .otherwise(pl.lit("synchronization"))
     )
-    return case.waits.filter(whose == owner)
+    return _with_lines(case, case.waits.filter(whose == owner))
+
+
+def _with_lines(case: Case, waits: pl.DataFrame) -> pl.DataFrame:
+    """Return waits with the script's line as `caller`, where the log of a step has it and the trace no stacks."""
+    lines = if_available(lambda: logged_of(case).select(pl.col("row").alias("stop"), "place"))
+    if lines is None:
+        return waits
+    found = waits.join(lines, on="stop", how="left", maintain_order="left")
+    line = pl.col("place").str.replace(" ", " in ", literal=True)
+    return found.with_columns(pl.coalesce("caller", line).alias("caller")).drop("place")
 
 
 def repeated_checks(case: Case) -> pl.DataFrame:
