@@ -164,6 +164,22 @@ def test_a_value_of_the_wrong_kind_costs_at_most_its_step(tmp_path, field):
             assert step.num_samples is None or isinstance(step.num_samples, int), value
 
 
+@pytest.mark.parametrize(("where", "kind"), [("train.py:7 main", "rollout"), ("train.py:9 test", "evaluation")])
+def test_what_one_line_does_has_one_name(tmp_path, where, kind):
+    """GIVEN a step whose forward was called an evaluation before each step turned out to have it THEN it is one of
+    those; not if it was on another line."""
+    between = {"forward_without_gradients": {where: 1}, "rollout": {"train.py:7 main": 2}}
+    facts = {"schema_version": 1, "status": "finished", "between": between}
+    names = ("evaluation", "rollout", "rollout")
+    steps = [
+        sample(step, "clean") | {"host_ns": {"forward": 9, name: 1}, "wall_ns": 10} for step, name in enumerate(names)
+    ]
+
+    recording = read(tmp_path, lines(*steps), json.dumps(facts).encode())
+
+    assert [list(step.host_ns)[-1] for step in recording.samples] == [kind, "rollout", "rollout"]
+
+
 def test_a_free_step_has_its_time_and_nothing_else(tmp_path):
     (only,) = read(tmp_path / "run", lines({"step": 40, "window": "free", "start_ns": 5, "wall_ns": 7})).samples
 

@@ -2,8 +2,9 @@
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
@@ -30,6 +31,8 @@ SCHEMA_VERSION = 1
 RECORDING_FILE = "recording.json"
 SAMPLES_FILE = "samples.jsonl"
 COUNTERS_FILE = "counters.jsonl"
+EVALUATION, ROLLOUT = "evaluation", "rollout"
+_UNTRAINED = (EVALUATION, "forward_in_eval_mode", "forward_of_another_model", "forward_without_gradients")
 Item = TypeVar("Item")
 
 
@@ -151,7 +154,7 @@ def read_recording(folder: Path) -> Recording:
         folder=folder,
         status=facts["status"],
         facts=facts,
-        samples=steps.samples(warnings),
+        samples=_of_one_kind(steps.samples(warnings), facts.get("between") or {}),
         counters=kept,
         compiler=compiler,
         warnings=tuple(warnings),
@@ -291,6 +294,31 @@ class _Steps:
                 f"counted; set STEPSCOPE_MAX_STEPS={self._most + self.num_unread} to read all"
             )
         return tuple(found)
+
+
+def _of_one_kind(samples: tuple[StepSample, ...], between: Mapping[str, Mapping[str, int]]) -> tuple[StepSample, ...]:
+    """Return the steps with forwards of the same lines named alike: the first ones may have been called evaluations,
+    before it was known what each step does there."""
+    named: Counter[str] = sum((Counter(between.get(kind, {})) for kind in _UNTRAINED), Counter())
+    rollouts = between.get(ROLLOUT, {})
+    if not named or not named.keys() <= rollouts.keys() or named.total() >= sum(rollouts.values()):
+        return samples
+    return tuple(
+        replace(
+            sample,
+            host_ns=_renamed(sample.host_ns),
+            device_ns=None if sample.device_ns is None else _renamed(sample.device_ns),
+            num_times=_renamed(sample.num_times),
+        )
+        for sample in samples
+    )
+
+
+def _renamed(values: Mapping[str, int]) -> dict[str, int]:
+    found = {name: value for name, value in values.items() if name != EVALUATION}
+    if EVALUATION in values:
+        found[ROLLOUT] = found.get(ROLLOUT, 0) + values[EVALUATION]
+    return found
 
 
 def _add_to(line: dict[str, Any], following: Mapping[str, Any]) -> None:
