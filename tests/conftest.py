@@ -14,6 +14,7 @@ from forks import settings as environment_of_scripts
 
 # Two processes test side by side on two cores: threads of one would wait for the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOM_SECONDS = 1_100  # of two processes, in ten minutes with what they import
 # Neither what a developer's own cache holds nor what tests leave there may matter.
 _CACHE = tempfile.TemporaryDirectory(prefix="stepscope-cache-")
 os.environ["STEPSCOPE_CACHE"] = _CACHE.name
@@ -35,6 +36,17 @@ def _leave_out_of_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say so when `make test` has become too long for its ten minutes on two cores."""
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    seconds = sum(report.duration for report in reports if isinstance(report, pytest.TestReport))
+    if config.option.markexpr == "not long" and seconds > ROOM_SECONDS:
+        terminalreporter.write_line(
+            f"The tests took {seconds:,.0f} s one after the other; `make test` has room for {ROOM_SECONDS:,} s. "
+            "See CONTRIBUTING.md for what to mark `long`."
+        )
 
 
 def pytest_sessionfinish() -> None:

@@ -38,6 +38,7 @@ def test_a_torch_with_cuda_is_not_installed(matrix, monkeypatch, tmp_path):
     assert len(asked) == 1 and "--dry-run" in asked[0]
 
 
+@pytest.mark.long
 def test_sizes_are_of_files(matrix):
     polars = Path(importlib.util.find_spec("polars").origin).parent
     size = matrix.sizes(Path(sys.executable))["polars"]

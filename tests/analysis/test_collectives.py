@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parametrized import parametrized
 from stepscope.analysis.ranks.collectives import (
     SCHEMA,
     _exposed,
@@ -275,7 +276,7 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kinds"), REAL, ids=[name for name, _ in REAL])
+@parametrized(("name", "kinds"), REAL, quick=2, ids=[name for name, _ in REAL])
 def test_real_traces(name, kinds):
     path = TRACES / name
     if not path.exists():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_trace import any_trace
+from parametrized import parametrized
 from stepscope.analysis.kernels.copies import KINDS, copies, copies_summary
 from stepscope.analysis.structure.links import link
 from stepscope.analysis.time.gpu_time import gpu_time
@@ -104,7 +105,7 @@ def test_what_a_copy_changes_is_told_by_its_operands(shapes, dtypes, strides, wh
     assert one(copied(**tensors(shapes, dtypes, strides)))["what"] == what
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("kernel", "op", "what"),
     [
         (STRIDED, "aten::copy_", "layout"),
@@ -118,6 +119,7 @@ def test_what_a_copy_changes_is_told_by_its_operands(shapes, dtypes, strides, wh
         ("triton_poi_fused_clone_transpose_2", "triton_poi_fused_clone_transpose_2", "layout"),
         ("triton_poi_fused_cat_2", "triton_poi_fused_cat_2", "concatenate"),
     ],
+    quick=5,
 )
 def test_without_shapes_names_tell_what_a_kernel_changes(kernel, op, what):
     assert one(copied(kernel, op))["what"] == what
@@ -278,7 +280,7 @@ def test_the_casts_of_autocast_are_found():
 
 
 @needs_traces
-@pytest.mark.parametrize("path", sorted(TRACES.glob("h200/*.json.gz")), ids=lambda path: path.name)
+@parametrized("path", sorted(TRACES.glob("h200/*.json.gz")), quick=3, ids=lambda path: path.name)
 def test_no_copy_of_a_real_trace_is_faster_than_its_memory(path):
     large = copies(link(read_trace(path, workers=1))).filter(pl.col("bytes") > 2**28)  # more than any cache holds
 

@@ -240,6 +240,7 @@ def test_every_public_trace_with_gpu_events_is_in_the_reference():
     assert files - set(EXACT) == {"cpu_only_gloo.json.gz", "rank_non_gpu.json.gz"}
 
 
+@pytest.mark.long
 @needs_traces
 def test_where_the_reference_passed_through_floats_we_did_not():
     """Timestamps of 19 digits do not fit a float: the reference is 48 ns off, and this shows that floats are why."""

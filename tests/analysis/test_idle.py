@@ -416,6 +416,7 @@ def test_each_gap_is_looked_at_on_the_thread_that_ended_it():
     assert causes_of(one_after_the_other(9)) == {"launch": 8 * 1_000 + 4 * 4_000, "python": 4 * 4_000}
 
 
+@pytest.mark.long
 def test_many_threads_are_looked_at_in_one_pass():
     few, many = one_after_the_other(10), one_after_the_other(200)
     idle_gaps(one_after_the_other(10))

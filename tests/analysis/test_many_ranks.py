@@ -75,6 +75,7 @@ def test_the_rank_that_differs_stands_out(accounts):
     assert blocks.filter(pl.col("first") == 15)["rank"].to_list() == [SLOW]
 
 
+@pytest.mark.long
 def test_many_ranks_are_drawn_as_a_distribution_and_a_heat_map(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "ranks"

@@ -213,6 +213,7 @@ def test_three_runs_of_each_side_show_five_percent_where_runs_are_one_percent_ap
     assert shown >= 0.9 * NUM_TRIALS
 
 
+@pytest.mark.long
 def test_what_is_said_to_be_shown_four_times_out_of_five_is():
     generator = random.Random(4)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from nsight_files import NsightBuilder, training_run
+from parametrized import parametrized
 from stepscope.analysis.ranks.rank_account import account
 from stepscope.analysis.structure.links import link
 from stepscope.trace.reader import read_trace
 from trace_builder import TraceBuilder
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("label", "numbers"),
     [
         ("step {}", [0, 1, 2, 3]),
@@ -22,6 +21,7 @@ from trace_builder import TraceBuilder
         ("global_step=1{}", [10, 11, 12, 13]),
         ("train_step", [0, 1, 2, 3]),
     ],
+    quick=2,
 )
 def test_ranges_named_like_steps_are_steps(tmp_path: Path, label: str, numbers: list[int]) -> None:
     result = account(read_trace(training_run(label=label).write(tmp_path)), 0)

@@ -13,6 +13,7 @@ import pytest
 from analyze_verb import WIDTH, analyze, as_json, assert_mistake, training
 
 from handmade import cpu_recording
+from parametrized import parametrized
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 DOCS = Path(__file__).parents[2] / "docs" / "analyze.md"
@@ -165,7 +166,7 @@ def test_text_fits_a_hundred_columns(text):
 
 
 @needs_traces
-@pytest.mark.parametrize(
+@parametrized(
     "name",
     [
         "cpu_only_gloo",
@@ -176,6 +177,7 @@ def test_text_fits_a_hundred_columns(text):
         "triton_mi300",
         "rank_non_gpu",
     ],
+    quick=3,
 )
 def test_text_of_real_traces_fits_a_hundred_columns(name):
     done = analyze(PUBLIC / f"{name}.json.gz", "--no-cache")

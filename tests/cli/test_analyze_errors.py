@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from analyze_verb import analyze, as_json, assert_mistake, training
 
+from parametrized import parametrized
 from stepscope.analysis.ranks.rank_account import Analysis
 from stepscope.cli.main import VERBS, main
 from trace_builder import TraceBuilder
@@ -82,7 +83,7 @@ def test_a_trace_that_was_cut_off_is_accounted_for_with_a_warning(tmp_path):
     assert done.returncode == 0 and "warning" in done.stdout
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "build",
     [
         lambda: TraceBuilder().kernel("alone", 0, 5),
@@ -96,7 +97,7 @@ def test_a_trace_that_was_cut_off_is_accounted_for_with_a_warning(tmp_path):
         lambda: TraceBuilder().op("aten::mm", 10, 5, id=5).launch("gemm", 10, (30, 40), took=6, id=5),
         lambda: TraceBuilder().kernel("", 0, 5).op("", 0, 5),
         lambda: TraceBuilder().kernel("void f<" + "<" * 2000, 0, 5),
-    ],
+    ], quick=5,
     ids=[
         "kernel", "point", "op", "backward", "frame", "memory", "label", "metadata", "call around its op", "no names",
         "brackets",

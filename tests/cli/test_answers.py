@@ -7,6 +7,7 @@ import os
 import pytest
 from analyze_verb import training
 
+from parametrized import parametrized
 from stepscope.cli.main import main
 from stepscope.cli.support import answers, options
 from stepscope.errors import StepscopeError
@@ -40,8 +41,8 @@ def test_a_second_answer_reads_nothing(trace, ask, monkeypatch, words):
     assert ask(*words, trace) == first
 
 
-@pytest.mark.parametrize(
-    "change", ["trace", "option", "terminal", "setting", "damage", "others", "no cache", "measured rates"]
+@parametrized(
+    "change", ["trace", "option", "terminal", "setting", "damage", "others", "no cache", "measured rates"], quick=4
 )
 def test_an_answer_to_another_question_is_not_used(trace, ask, monkeypatch, tmp_path, change):
     folder = tmp_path / "cache" / answers.FOLDER

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from parametrized import parametrized
+
 # Root reads everything, unless it gives that up.
 PLAIN_USER = (
     ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.name == "posix" and not os.geteuid() else []
@@ -22,7 +24,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("words", "following"),
     [
         ("run trian.py", "`stepscope run train.py`"),
@@ -34,6 +36,7 @@ def folder(tmp_path):
         ("study nano --quick --device cuda", "--device cpu runs on the CPU"),
         ("bench --check dtypes cs336 --preset tiny --device cuda", "`stepscope doctor`"),
     ],
+    quick=4,
 )
 def test_a_mistake(words, following, folder, forks):
     code, said, error = forks.run(["-m", "stepscope", *words.split()], folder, {})

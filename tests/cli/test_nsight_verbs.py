@@ -9,6 +9,7 @@ import pytest
 
 import stepscope
 from nsight_files import NsightBuilder, training_run
+from parametrized import parametrized
 from stepscope.trace.reader import read_trace
 from verbs import run_verb
 
@@ -21,7 +22,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.write(tmp_path_factory.mktemp("nsight"))
 
 
-@pytest.mark.parametrize("words", [("show",), ("analyze",), ("diagnose",), ("report", "-o", "report.md")])
+@parametrized("words", [("show",), ("analyze",), ("diagnose",), ("report", "-o", "report.md")], quick=2)
 def test_a_verb_says_what_it_found_and_what_the_export_cannot_tell(
     export: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
@@ -77,7 +78,7 @@ def test_sql_memory_and_compare_answer(export: Path, tmp_path: Path) -> None:
     assert changes["gpu_busy_time"] == (400_000, 550_000)  # two of them overlap now
 
 
-@pytest.mark.parametrize("format_", ["perfetto", "speedscope", "csv", "parquet"])
+@parametrized("format_", ["perfetto", "speedscope", "csv", "parquet"], quick=2)
 def test_export_writes_it_for_other_tools(export: Path, tmp_path: Path, format_: str) -> None:
     name = f"out.{format_}.json" if format_ in ("perfetto", "speedscope") else "out"
     done = run_verb("export", export, format_, "-o", tmp_path / name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from handmade import cpu_recording
+from parametrized import parametrized
 from stepscope import read
 from stepscope.cli.support.output import print_result, write
 from stepscope.session import open_session
@@ -31,7 +32,7 @@ def test_a_card_is_made_of_plain_values(tmp_path):
 
 
 @needs_traces
-@pytest.mark.parametrize(
+@parametrized(
     "path",
     [
         TRACES / "h200" / "contiguous_copies.json.gz",
@@ -40,6 +41,7 @@ def test_a_card_is_made_of_plain_values(tmp_path):
         PUBLIC / "triton_mi300.json.gz",
         PUBLIC / "dlrm_8ranks_v100",
     ],
+    quick=2,
     ids=lambda path: path.name,
 )
 def test_an_analysis_is_made_of_plain_values(path):

@@ -126,6 +126,7 @@ def test_a_table_without_room_says_what_it_leaves_out(plan):
     assert all(f"{name}  " in out for name in names.split(","))  # in full below
 
 
+@pytest.mark.long
 def test_presets_of_a_family(plan):
     _, out, _ = plan("cs336", "--preset", "tiny,small", "--device", "cpu")
 

@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
+from parametrized import parametrized
 from stepscope.cli.analyze_sql import fit
 from stepscope.errors import UsageError
 from stepscope.session import open_session
@@ -315,7 +316,7 @@ def test_every_way_to_begin_a_query(tables, query):
     assert execute(tables, query).height
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("query", "what"),
     [
         ("select nope from device", 'unable to find column "nope"'),
@@ -326,6 +327,7 @@ def test_every_way_to_begin_a_query(tables, query):
         ("select 1; select 2", "one (and only one) statement"),
         ("select cast(name as int) from device", "conversion"),
     ],
+    quick=4,
 )
 def test_a_wrong_query_is_one_line_with_the_tables(trace, query, what):
     done = sql(trace, query)
@@ -419,6 +421,7 @@ def test_what_is_wrong_with_a_trace_is_said_beside_the_answer(tmp_path):
     assert done.stderr.startswith("stepscope analyze --sql: cut.json: ")
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     trace = put(tmp_path / "t.json", [complete("cpu_op", "x" * 100, i, 1) for i in range(3_000)])
     # Several megabytes: more than a pipe takes in when nobody reads it.
@@ -430,6 +433,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "name\n", "")
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line(trace):
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "stepscope", "analyze", "--sql", str(trace), "select * from host"]
@@ -439,6 +443,7 @@ def test_a_full_disk_is_one_line(trace):
     assert done.stderr == "stepscope analyze --sql: the answer could not be written: No space left on device\n"
 
 
+@pytest.mark.long
 def test_a_terminal_that_knows_no_accents(tmp_path):
     trace = put(tmp_path / "t.json", [complete("cpu_op", "é∑", 1, 1)])
 

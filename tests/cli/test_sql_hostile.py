@@ -15,6 +15,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from parametrized import parametrized
 from stepscope.errors import UsageError
 from stepscope.render.csv import guarded
 from stepscope.session.sql import run_query
@@ -176,7 +177,7 @@ def wait_for(condition):
     return found
 
 
-@pytest.mark.parametrize("form", ["=1+1", "@SUM(1)", "+cmd|'/c calc'!A0", "-2+3", "\t=1", "a;=1"])
+@parametrized("form", ["=1+1", "@SUM(1)", "+cmd|'/c calc'!A0", "-2+3", "\t=1", "a;=1"], quick=2)
 def test_csv_holds_no_formula(tmp_path, form):
     trace = put(tmp_path, form)
 

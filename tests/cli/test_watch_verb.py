@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from history_maker import Run, a_week, write_history
+from parametrized import parametrized
 from stepscope.cli.main import main
 from verbs import run_verb
 
@@ -124,7 +125,7 @@ def test_a_screen_grows_with_the_run_and_ends_with_it(run, terminal):
     assert b"The run finished" in after and b"throughput" in after  # it stays on the terminal
 
 
-@pytest.mark.parametrize(("how", "code"), [("q", 0), ("interrupt", 130), ("terminate", -15), ("hang up", -1)])
+@parametrized(("how", "code"), [("q", 0), ("interrupt", 130), ("terminate", -15), ("hang up", -1)], quick=2)
 def test_whatever_ends_it_the_terminal_is_as_before(run, terminal, how, code):
     shown = terminal(run, "--every", "30")
     shown.wait_for(b"q quits")

@@ -42,8 +42,10 @@ def test_a_script_as_a_user_runs_it(case, tmp_path):
     "name",
     [
         "evaluation_first",
-        "rollout_with_grad",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("hand_data_add", "rollout_no_grad")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("hand_data_add", "rollout_no_grad", "rollout_with_grad")
+        ),
     ],
 )
 def test_exit_after_ends_when_training_was_measured(name, forks, tmp_path):

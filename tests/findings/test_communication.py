@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 from recorded_cases import recorded
 
+from parametrized import parametrized
 from stepscope import analyze
 from stepscope.analysis.ranks.network import transfers
 from stepscope.analysis.time.cpu_ledger import cpu_ledger
@@ -145,7 +146,7 @@ def two_groups():
             for rank in range(4)}  # fmt: skip
 
 
-@pytest.mark.parametrize(("rank", "confidence"), [(None, "low"), (2, "medium")])
+@parametrized(("rank", "confidence"), [(None, "low"), (2, "medium")], quick=1)
 def test_a_group_whose_network_is_slow(tmp_path, rank, confidence):
     for name, trace in two_groups().items():
         trace.write(tmp_path / f"{name}.json")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from recorded_cases import run_script
 
+from parametrized import parametrized
 from stepscope.findings.diagnose import diagnose
 from stepscope.session import open_session
 
@@ -38,8 +38,10 @@ def diagnosed(forks, folder, pause="pass", data="pass"):
     return diagnose(open_session(folder / "run").case)
 
 
-@pytest.mark.parametrize(
-    ("where", "row"), [({"pause": "time.sleep(0.01)"}, "cpu_python"), ({"data": "time.sleep(0.01)"}, "cpu_between")]
+@parametrized(
+    ("where", "row"),
+    [({"pause": "time.sleep(0.01)"}, "cpu_python"), ({"data": "time.sleep(0.01)"}, "cpu_between")],
+    quick=1,
 )
 def test_time_without_any_op_has_an_owner(forks, tmp_path, where, row):
     diagnosis = diagnosed(forks, tmp_path, **where)

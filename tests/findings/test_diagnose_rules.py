@@ -15,6 +15,7 @@ from recorded_cases import recorded
 import stepscope.findings
 from any_trace import any_trace
 from call_count import num_calls
+from parametrized import parametrized
 from stepscope.document.findings import diagnosis_document
 from stepscope.errors import UsageError
 from stepscope.findings.diagnose import Diagnosis, Unchecked, all_rules, diagnose
@@ -214,7 +215,7 @@ def healthy(tmp_path_factory) -> tuple[Case, Diagnosis]:
 ERRORS = cycle([KeyError("x"), RecursionError("too deep"), PanicException("x")])
 
 
-@pytest.mark.parametrize(("name", "error"), list(zip(RULES, ERRORS)))
+@parametrized(("name", "error"), list(zip(RULES, ERRORS)), quick=25)
 def test_a_rule_that_fails_costs_only_itself(name, error, healthy, monkeypatch):
     case, whole = healthy
 

@@ -71,6 +71,7 @@ def test_the_longest_of_the_loaders_waits_comes_first():
     )
 
 
+@pytest.mark.long
 @needs_h200
 def test_the_optimizers_kernels_are_one_stretch_of_a_step():
     case, diagnosis = diagnosed("loop_optimizer")

@@ -11,6 +11,7 @@ import pytest
 
 from history_maker import MIB, Run, a_week, write_history
 from noisy_machine import noisy_factors
+from parametrized import parametrized
 from stepscope.analysis.run.goodput import goodput, job_goodput
 from stepscope.analysis.run.interruptions import interruption
 from stepscope.analysis.run.series import Track
@@ -58,7 +59,7 @@ def more_collections(step: int) -> float:
     return (120 + 2 * (step - 1200)) / step if step >= 1200 else 0.1
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("faults", "figure", "words"),
     [
         ({"clock_mhz": lambda step: 1200.0 if step >= 1200 else 1980.0}, "sm_clock_mhz", "from 1,980 MHz to 1,200"),
@@ -66,7 +67,7 @@ def more_collections(step: int) -> float:
          "num_gpu_processes", "other processes on the GPU rose from 0 to 1"),
         ({"collections": more_collections}, "num_collections", "garbage collections"),
         ({"compile_at": (1200,)}, "num_compiles", "compiles rose"),
-    ],
+    ], quick=2,
 )  # fmt: skip
 def test_steps_that_take_longer_at_once_with_what_changed(tmp_path, faults, figure, words):
     finding, row = found(tmp_path, slower=lambda step: 1.4 if step >= 1200 else 1.0, **faults)["drift"]
@@ -123,7 +124,7 @@ def test_checkpoints_and_evaluations_with_their_first_step_and_interval(tmp_path
     assert findings.keys() == {"checkpoint_cost", "evaluation_cost"}
 
 
-@pytest.mark.parametrize(("at", "gib", "is_found"), [(398, 6, True), (500, 6, False), (398, 0.2, False)])
+@parametrized(("at", "gib", "is_found"), [(398, 6, True), (500, 6, False), (398, 0.2, False)], quick=2)
 def test_an_evaluation_that_needs_more_memory_than_training(tmp_path, at, gib, is_found):
     """The first of five evaluations raises the peak of 12 GiB, or something else 100 steps later does."""
     on_gpu = {"total_bytes": 80 << 30, "clock_mhz": lambda step: 1980.0}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from parametrized import parametrized
 from stepscope.findings.diagnose import Diagnosis, diagnose
 from stepscope.session import open_session
 
@@ -44,7 +45,7 @@ def truth() -> dict:
     return json.loads((TRACES / "truth.json").read_text())
 
 
-@pytest.mark.parametrize(("name", "rule"), PLANTED.items())
+@parametrized(("name", "rule"), PLANTED.items(), quick=4)
 def test_a_planted_cause_is_found_with_what_it_costs(name, rule):
     diagnosis, known = diagnosed(f"{name}.slow"), truth()[name]
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from parametrized import parametrized
 from stepscope.findings.diagnose import diagnose
 from stepscope.session import open_session
 from trace_builder import TRACES
@@ -37,7 +38,7 @@ def diagnosed(name):
 
 
 @needs_h200
-@pytest.mark.parametrize(("name", "rule"), PLANTED.items())
+@parametrized(("name", "rule"), PLANTED.items(), quick=4)
 def test_a_planted_cause_is_found_with_what_it_costs(name, rule):
     truth = json.loads((H200 / "truth.json").read_text())[name]
     diagnosis = diagnosed(name)

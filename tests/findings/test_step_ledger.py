@@ -11,6 +11,7 @@ from host_cases import recorded
 from hypothesis import HealthCheck, given, settings
 
 from any_trace import any_trace
+from parametrized import parametrized
 from stepscope.analysis.time.ledger import LIMIT, LOSS, RATES, ROWS, UNKNOWN
 from stepscope.cli.main import main
 from stepscope.document.card import Card
@@ -56,7 +57,7 @@ def paths(found: list[Path], quick: tuple[str, ...]) -> list:
 
 
 @needs_traces
-@pytest.mark.parametrize("path", paths(GPU_TRACES, QUICK))
+@parametrized("path", paths(GPU_TRACES, QUICK), quick=2)
 def test_every_step_adds_up_and_little_of_it_is_unexplained(path):
     diagnosis = diagnosed(path)
     holds(diagnosis)

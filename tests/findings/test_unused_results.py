@@ -9,6 +9,7 @@ from host_cases import case_of, recorded
 from recorded_cases import run_script
 from torch import nn
 
+from parametrized import parametrized
 from stepscope.errors import Unavailable
 from stepscope.findings.rules import memory
 from stepscope.findings.rules.unused_results import graph_without_backward, untouched_rows, unused_gradients
@@ -120,7 +121,7 @@ for step in range(14):
 """
 
 
-@pytest.mark.parametrize(("has_grad", "num_findings"), [(True, 1), (False, 0)])
+@parametrized(("has_grad", "num_findings"), [(True, 1), (False, 0)], quick=1)
 def test_a_teacher_that_keeps_its_graph(forks, tmp_path, monkeypatch, has_grad, num_findings):
     monkeypatch.setattr(memory, "_LEAST_BYTES", 1 << 20)
     options = ("--warmup", "5", "--clean", "2", "--trace", "0")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stepscope
+from parametrized import parametrized
 from stepscope.recorder.live.metrics import PREFIX
 from stepscope.trace.recording import read_recording
 
@@ -70,7 +71,7 @@ def ignite():
     return {"trainer": trainer, "evaluator": create_supervised_evaluator(model), "data": [(INPUTS, TARGETS)] * 4}
 
 
-@pytest.mark.parametrize("names", [huggingface, lightning, accelerate, ignite], ids=lambda each: each.__name__)
+@parametrized("names", [huggingface, lightning, accelerate, ignite], quick=2, ids=lambda each: each.__name__)
 def test_the_example_leaves_a_recording(names, tmp_path, monkeypatch):
     pytest.importorskip({"huggingface": "transformers"}.get(names.__name__, names.__name__))
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from parametrized import parametrized
+
 torch = pytest.importorskip("torch")
 
 from step_bytes import measured_bytes
@@ -46,7 +48,7 @@ def point_of(workload, preset=None, **values):
     return grid.points([grid.words([f"preset={preset}", *words])], False)[0]
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("workload", "values", "dtype", "mode"),
     [
         pytest.param(
@@ -61,6 +63,7 @@ def point_of(workload, preset=None, **values):
         for dtype, mode in (("fp32", "step"), ("autocast_bf16", "step"))
         if dtype == "fp32" or (workload, values) in IN_BFLOAT16
     ],
+    quick=3,
 )
 @pytest.mark.filterwarnings("ignore:mkldnn_bf16_gemm")
 @pytest.mark.filterwarnings("ignore:mkldnn")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from parametrized import parametrized
+
 torch = pytest.importorskip("torch")
 
 from step_bytes import measured_bytes
@@ -60,7 +62,7 @@ MODELS = {
 }  # how it is made, how it runs, and the shape of one row of its batch
 
 
-@pytest.mark.parametrize("name", MODELS)
+@parametrized("name", MODELS, quick=5)
 @pytest.mark.parametrize("mode", ["forward+backward", "forward"])
 def test_every_byte_of_a_step_on_this_cpu(name, mode, tmp_path):
     made, run, shape = MODELS[name]

@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+from parametrized import parametrized
+
 torch = pytest.importorskip("torch")
 
 from torch.overrides import _get_current_function_mode_stack
@@ -232,7 +234,7 @@ def test_a_wrapper_around_an_optimizer_is_not_another(plan):
     assert (found.fits, found.unmodelled) == ("fits", ())
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("made", "numbers_for_each"),
     [
         ("SGD(model.parameters(), 0.1, fused=True)", 0),
@@ -241,6 +243,7 @@ def test_a_wrapper_around_an_optimizer_is_not_another(plan):
         ("Adam(model.parameters(), fused=True)", 2),
         ("AdamW(model.parameters(), torch.tensor(1e-3), fused=True)", 2),
     ],
+    quick=3,
 )
 def test_every_fused_optimizer_is_known(plan, made, numbers_for_each):
     found = plan(f"""

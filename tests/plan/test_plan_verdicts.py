@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from parametrized import parametrized
+
 torch = pytest.importorskip("torch")
 
 from stepscope.devices.limits import find_device, known_devices
@@ -151,9 +153,10 @@ def test_what_is_not_known_is_a_range_that_holds_every_device_that_is():
     assert 0.90 < min(shares) < max(shares) < 0.992
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("share", "verdict"),
     [(None, "too close to call"), (0.9, "does not fit"), (1.1, "fits"), (1.01, "too close to call")],
+    quick=2,
 )
 def test_a_verdict_holds_for_all_that_the_device_may_have(plan, share, verdict):
     """A device that has so much of what the program needs, or of which that is unknown."""

@@ -132,7 +132,7 @@ def test_other_processes_leave_out_our_own(start):
 
 def test_stop_does_not_wait_for_a_driver_that_hangs(start, monkeypatch):
     monkeypatch.setattr(counters, "JOIN_SECONDS", 0.05)
-    monkeypatch.setenv("FAKE_NVML_SLEEP_MS", "1000")
+    monkeypatch.setenv("FAKE_NVML_SLEEP_MS", "400")
     sampler = start()
     time.sleep(0.05)
     sampler.stop()

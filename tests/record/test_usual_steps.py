@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from parametrized import parametrized
+
 torch = pytest.importorskip("torch")
 
 from torch import nn
@@ -199,7 +201,7 @@ def _facts(lines: list[Any]) -> list[Any]:
     return kept
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("calls_step", "window"),
     [
         pytest.param(False, "free", id="optimizer-free"),
@@ -207,6 +209,7 @@ def _facts(lines: list[Any]) -> list[Any]:
         pytest.param(False, "clean", id="optimizer-clean", marks=pytest.mark.long),
         pytest.param(True, "free", id="step()-free", marks=pytest.mark.long),
     ],
+    quick=14,
 )
 @pytest.mark.parametrize(
     ("do", "collects"),

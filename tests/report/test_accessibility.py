@@ -13,6 +13,7 @@ import pytest
 from test_live_page import Served
 
 from conftest import opened_page
+from parametrized import parametrized
 from report_samples import sample_report
 from stepscope import report
 from stepscope.render.write import write_report
@@ -41,7 +42,7 @@ def sample(tmp_path_factory):
     return write_report(sample_report(), tmp_path_factory.mktemp("axe") / "page.html")
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@parametrized("look", LOOKS, quick=1)
 def test_the_report_passes(look, chromium, sample):
     """Its first section; the others with `long`."""
     opened = opened_page(chromium, sample, bypass_csp=True, **LOOKS[look])
@@ -75,7 +76,7 @@ def test_every_section_passes(look, chromium, sample, tmp_path):
     assert found == []
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@parametrized("look", LOOKS, quick=1)
 def test_the_live_page_passes(look, chromium):
     served = Served()
     context = chromium.new_context(bypass_csp=True, **LOOKS[look])

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
+from parametrized import parametrized
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.exporters.perfetto import LARGEST_EXACT_NS, perfetto_texts
 from stepscope.exporters.selection import select
@@ -250,7 +251,7 @@ def test_the_same_trace_makes_the_same_file_and_nothing_is_left_of_a_broken_one(
 
 
 @needs_traces
-@pytest.mark.parametrize(
+@parametrized(
     "path",
     [
         TRACES / "h200" / "gpt2_eager.json.gz",
@@ -259,6 +260,7 @@ def test_the_same_trace_makes_the_same_file_and_nothing_is_left_of_a_broken_one(
         PUBLIC / "event_sync_multi_stream_a100.json.gz",
         PUBLIC / "gpu_user_annotation_gp100.json.gz",
     ],
+    quick=2,
     ids=lambda path: path.name,
 )
 def test_real_traces_read_back(tmp_path, path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from parametrized import parametrized
 from stepscope.cli import analyze, export
 from stepscope.cli.main import main
 from stepscope.exporters.export import export_target
@@ -84,7 +85,7 @@ def test_a_trace_without_modules_says_how_to_have_them(tmp_path, monkeypatch, ca
     assert "the trace does not mark where steps end" in failed(capsys, "bare.json", "csv", "--step", "1")
 
 
-@pytest.mark.parametrize("form", ["perfetto", "speedscope", "csv", "parquet"])
+@parametrized("form", ["perfetto", "speedscope", "csv", "parquet"], quick=2)
 def test_a_file_is_written_once_unless_it_is_forced(trace, capsys, form):
     target = export_target(Path(trace), form)
     assert main(["export", trace, form, "--step", "25"]) == 0

@@ -10,6 +10,7 @@ import pytest
 
 from history_maker import Run, write_history
 from hostile_names import NAMES
+from parametrized import parametrized
 from stepscope.cli.support.page_server import Answer, PageServer
 from stepscope.document.model import Bars, Document, Fact, Facts, Notes, Section, Series, Table, Text, Trend, Trends
 from stepscope.document.run_status import run_document
@@ -183,7 +184,7 @@ def test_a_run_that_has_ended_is_asked_no_more(served, tab):
     assert served.num_asked == asked
 
 
-@pytest.mark.parametrize("width", [320, 1280])
+@parametrized("width", [320, 1280], quick=1)
 def test_it_fits_in_light_and_dark(served, tab, width):
     tab.set_viewport_size({"width": width, "height": 900})
     light = tab.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile_names import charts
+from parametrized import parametrized
 from stepscope.document.model import Bars, Heat, Lines, Scatter, Series, Tree
 from stepscope.errors import MissingDependencyError
 from stepscope.render.page.plotly_charts import figure_of
@@ -32,7 +33,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     return struct.unpack(">II", png[16:24])
 
 
-@pytest.mark.parametrize("chart", charts(), ids=lambda chart: chart.id)
+@parametrized("chart", charts(), quick=5, ids=lambda chart: chart.id)
 def test_every_chart_of_any_names_is_a_picture(chart):
     """Warnings are errors here: a sign that the font lacks, a formula in a name would fail."""
     png = png_of(chart)
@@ -52,7 +53,7 @@ EMPTY = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("chart", EMPTY, ids=lambda chart: chart.id)
+@parametrized("chart", EMPTY, quick=3, ids=lambda chart: chart.id)
 def test_a_chart_of_nothing_is_a_picture_too(chart):
     assert size_of(png_of(chart)) == (1200, 700)
 

@@ -10,6 +10,7 @@ from test_card import COMPILER
 
 from handmade import MS, cpu_facts, cpu_recording, gpu_facts, gpu_recording, sample, write_recording
 from memories import a_step, write_memory
+from parametrized import parametrized
 from stepscope.analysis.time import statistics
 from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
 from stepscope.analysis.time.summary import clean_step_ns
@@ -114,7 +115,7 @@ def test_a_trace_without_steps_says_what_to_run(tmp_path):
         steps.parts(open_session(path))
 
 
-@pytest.mark.parametrize("nonsense", [None, "text", [], {}, -1])
+@parametrized("nonsense", [None, "text", [], {}, -1], quick=3)
 def test_a_wrong_field_is_a_missing_section_and_never_a_traceback(tmp_path, nonsense):
     whole = gpu_facts()
     names = [(name,) for name in whole] + [("environment", name) for name in whole["environment"]]

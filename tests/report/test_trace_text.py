@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parametrized import parametrized
 from stepscope.analysis.ranks.rank_account import Analysis, account
 from stepscope.document.sections.time import analysis_document
 from stepscope.document.verdict import trace_verdict
@@ -253,7 +254,7 @@ def test_rows_can_be_told_apart_and_stay_in_line(width):
 
 
 @needs_traces
-@pytest.mark.parametrize("width", WIDTHS)
+@parametrized("width", WIDTHS, quick=2)
 @pytest.mark.parametrize("name", ["public/qwen0.5b_mi300_stacks", "public/cpu_only_gloo", "h200/data_stall"])
 def test_real_screens_fit(name, width):
     lines = screen(real(name), width).splitlines()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import stepscope
+from parametrized import parametrized
 from stepscope.errors import RecordingError, UsageError
 from stepscope.recorder.windows import Windows
 
@@ -194,7 +195,7 @@ def test_an_exception_passes_through(training, tmp_path):
     assert rec.result.recording.status == "interrupted"
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 4, 6, 7, 8, 9, 12])
+@parametrized("num_steps", [0, 1, 2, 4, 6, 7, 8, 9, 12], quick=4)
 def test_afterwards_every_place_is_as_it_was(training, tmp_path, num_steps):
     before, model_before = hooked_places(), hooks_of(training.model)
     with stepscope.record(tmp_path / "x", windows=WINDOWS):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from parametrized import parametrized
 from stepscope.trace.recording import read_recording
 
 STEPS = """
@@ -237,7 +238,7 @@ def test_a_script_that_never_steps(runs):
     assert run.steps == []
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("name", "exit_code", "status", "num_steps"),
     [
         ("raises", 1, "failed", 4),
@@ -250,6 +251,7 @@ def test_a_script_that_never_steps(runs):
         ("catches errors", 0, "finished", 12),
         ("steps inside backward", 0, "finished", 12),
     ],
+    quick=5,
 )
 def test_however_a_script_ends_its_finished_steps_can_be_read(lab, runs, name, exit_code, status, num_steps):
     run = runs[name]

@@ -7,6 +7,8 @@ import sys
 import pytest
 from hostile_scripts import PRELUDE, SCRIPTS
 
+from parametrized import parametrized
+
 OPTIONS = ("--quiet", "--warmup", "2", "--clean", "3", "--trace", "1")
 # One of each kind in `make test`; the others, and these, in `make test-all`.
 QUICK = (
@@ -44,7 +46,7 @@ def _compare(lab, forks, name):
     return run
 
 
-@pytest.mark.parametrize("name", QUICK)
+@parametrized("name", QUICK, quick=6)
 def test_a_hostile_script_does_what_it_does_alone(lab, forks, name):
     _compare(lab, forks, name)
 

@@ -12,6 +12,7 @@ import pytest
 
 import stepscope
 from handmade import MS, sample, write_recording
+from parametrized import parametrized
 from stepscope import session
 from stepscope.api import improve_order, improve_search
 from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
@@ -356,7 +357,7 @@ def test_without_a_new_ledger_the_order_stays(improve):
     assert machine.runs[2] == "memory_layout" and machine.runs[3] == "memory_layout+unfused_optimizer"
 
 
-@pytest.mark.parametrize("killed_at", [0, 1, 3, 7])
+@parametrized("killed_at", [0, 1, 3, 7], quick=2)
 def test_after_a_kill_the_same_call_goes_on_and_repeats_nothing(improve, killed_at):
     whole, machine = Machine({"autocast": 1.5, "compile": 1.4}), Machine({"autocast": 1.5, "compile": 1.4})
     first = improve(whole, output="whole")

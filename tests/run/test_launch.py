@@ -61,6 +61,7 @@ def test_a_command_on_the_path_runs_if_it_is_a_python_script(script):
     assert "missing not found" in script.stepscope("run", "missing", PATH=str(folder)).error_line()
 
 
+@pytest.mark.long
 def test_looking_for_torch_before_importing_it_changes_nothing(lab):
     run = lab.script(
         """

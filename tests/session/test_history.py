@@ -168,6 +168,7 @@ def test_of_very_many_lines_the_last_are_read_and_it_is_said(tmp_path, monkeypat
     assert [warning.id for warning in rank_warnings([rank])] == ["damaged_history"]
 
 
+@pytest.mark.long
 def test_many_naps_and_restarts_take_no_longer_each(tmp_path):
     """As many of both as blocks: what is counted for each block must not look at all of them."""
     folder = write_history(tmp_path, Run(num_steps=2_000))

@@ -17,6 +17,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from parametrized import parametrized
 from stepscope.errors import TraceError
 from stepscope.trace import cache
 from stepscope.trace.cache import FACTS_FILE, open_trace
@@ -267,7 +268,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@parametrized("damage", DAMAGE.values(), quick=7, ids=DAMAGE)
 def test_what_is_damaged_or_foreign_is_ignored_and_written_again(trace, reads, damage):
     whole = open_trace(trace)
     damage(kept(trace))
@@ -470,7 +471,7 @@ def test_a_killed_writer_leaves_no_columns_and_its_remains_go_in_time(trace, rea
     assert list(kept(trace).parent.iterdir()) == [kept(trace)]
 
 
-@pytest.mark.parametrize("stale", [False, True], ids=["nothing there", "an old one there"])
+@parametrized("stale", [False, True], quick=1, ids=["nothing there", "an old one there"])
 def test_several_processes_at_once(trace, reads, stale):
     if stale:
         open_trace(trace)

@@ -17,6 +17,7 @@ from polars.testing import assert_frame_equal
 from written_traces import SEED, TRACES, assert_same_tables, edge, instant, label, needs_traces, slice_of, text_of
 
 import stepscope
+from parametrized import parametrized
 from stepscope.trace import decode, fast, reader, source
 from stepscope.trace.assemble import nest
 from stepscope.trace.reader import read_trace
@@ -73,7 +74,7 @@ def whole_events(data: bytes) -> bytes:
 
 @needs_scanner
 @needs_traces
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@parametrized("path", FILES, quick=10, ids=lambda path: path.name)
 def test_real_traces_are_read_the_same(path, monkeypatch):
     data = part_of(path)
     assert assert_same(whole_events(data), monkeypatch) > 50
@@ -131,7 +132,7 @@ def test_any_value_anywhere_is_read_the_same(size, monkeypatch):
 
 
 @needs_scanner
-@pytest.mark.parametrize("where", ["name", "ts", "id", "device", "Input Dims"])
+@parametrized("where", ["name", "ts", "id", "device", "Input Dims"], quick=3)
 def test_broken_values_are_read_the_same(where, monkeypatch):
     for value in BROKEN:
         events = [event_with(where, each, *kind) for kind in KINDS[:2] for each in ("7", value)]
@@ -157,7 +158,7 @@ def test_keys_twice_and_odd_layouts_are_read_the_same(monkeypatch):
 
 
 @needs_scanner
-@pytest.mark.parametrize("num", [60, pytest.param(5_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num", [20, pytest.param(5_000, marks=pytest.mark.long)])
 def test_damage_is_read_the_same(num, monkeypatch):
     """GIVEN a trace of one of everything, in pieces of some events WHEN it is damaged THEN both ways agree."""
     monkeypatch.setattr(decode, "_PIECE", 900)

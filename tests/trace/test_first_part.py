@@ -3,8 +3,7 @@
 import json
 import random
 
-import pytest
-
+from parametrized import parametrized
 from stepscope.trace import source
 from stepscope.trace.cache import open_trace
 from stepscope.trace.reader import read_trace
@@ -40,7 +39,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@parametrized("order", ORDERS, quick=2)
 def test_whole_steps_are_kept(order, tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": ORDERS[order](events())}))

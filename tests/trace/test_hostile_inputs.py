@@ -15,6 +15,7 @@ import pytest
 from handmade import MS, cpu_recording, free_sample, gpu_recording, sample, write_recording
 from memories import a_step, write_memory
 from mutated_inputs import PAIRS, run_case, write_bases
+from parametrized import parametrized
 from stepscope.analysis.kernels.ops import modules
 from stepscope.analysis.memory.size_formulas import formula
 from stepscope.analysis.ranks.rank_account import gpu_time_by_device
@@ -34,14 +35,14 @@ RECORDING_VERBS = ["show {}", "diagnose {} --json", "report {} -o {}.html", "com
 # -- traces -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", TRACE_VERBS)
+@parametrized("verb", TRACE_VERBS, quick=3)
 def test_two_kernels_and_no_host_are_a_trace(verb, tmp_path):
     trace = TraceBuilder().kernel("a", 10, 5000, correlation=1).kernel("b", 20_000, 5000, correlation=2)
 
     answers(verb, trace.write(tmp_path / "trace.json"))
 
 
-@pytest.mark.parametrize("dtypes", ["float", 3, {"a": 1}, ["float", 3], ["float", ["x"]], [None, None]])
+@parametrized("dtypes", ["float", 3, {"a": 1}, ["float", 3], ["float", ["x"]], [None, None]], quick=2)
 def test_dtypes_that_are_no_list_of_texts(dtypes, tmp_path):
     trace = TraceBuilder().step(1, 0, 4000).annotation("## forward ##", 0, 4000)
     for number in range(20):
@@ -130,7 +131,7 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize("verb", RECORDING_VERBS)
+@parametrized("verb", RECORDING_VERBS, quick=30)
 @pytest.mark.parametrize("facts", DAMAGE, ids=lambda facts: json.dumps(facts)[:40])
 def test_a_damaged_field_costs_only_itself(verb, facts, tmp_path):
     folder = gpu_recording(tmp_path / "run")

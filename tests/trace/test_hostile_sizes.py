@@ -17,6 +17,7 @@ import pytest
 
 from handmade import MS, cpu_facts, sample, write_recording
 from memories import a_step, tensor, write_memory
+from parametrized import parametrized
 from stepscope.analysis.comparison.sweeps import sweep_of
 from stepscope.analysis.kernels.ops import ops
 from stepscope.analysis.memory.account import account
@@ -129,7 +130,7 @@ def test_a_file_that_expands_a_thousandfold_is_not_read_to_its_end(tmp_path, mon
     assert len(read_file(tmp_path / "bomb.gz")) == 80 << 20
 
 
-@pytest.mark.parametrize("piece", [b"[],", b"{},", b'{"a":1},', b"7,", b'"",'])
+@parametrized("piece", [b"[],", b"{},", b'{"a":1},', b"7,", b'"",'], quick=2)
 def test_a_small_file_of_very_many_values_is_not_parsed(piece, tmp_path):
     bomb = tmp_path / "bomb.json.gz"
     with gzip.open(bomb, "wb", 1) as file:
@@ -213,6 +214,7 @@ def test_thousands_of_devices_with_memory_events_are_not_listed_one_by_one():
     assert any("of 100 devices with [memory] events, only 64" in warning for warning in found.warnings)
 
 
+@pytest.mark.long
 def test_the_device_of_an_old_memory_file_is_found_in_linear_time(tmp_path):
     seconds = {}
     for num in (4000, 16_000):

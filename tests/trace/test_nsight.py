@@ -24,6 +24,7 @@ from nsight_files import (
     changed,
     training_run,
 )
+from parametrized import parametrized
 from stepscope.errors import TraceError, UsageError
 from stepscope.trace.find import find_traces, open_ranks
 from stepscope.trace.reader import read_trace
@@ -329,7 +330,7 @@ def test_a_file_that_is_cut_off_is_an_error(tmp_path: Path, cut: int) -> None:
         read_trace(path)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@parametrized("seed", range(40), quick=10)
 def test_damage_anywhere_is_a_sentence_or_leaves_a_trace(tmp_path: Path, seed: int) -> None:
     chance, path = random.Random(seed), training_run(2).write(tmp_path)
     data = bytearray(path.read_bytes())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from written_traces import assert_same_tables, slice_of, text_of
 
+from parametrized import parametrized
 from stepscope.errors import TraceError
 from stepscope.trace import pool, reader, source
 from stepscope.trace.reader import read_trace
@@ -51,7 +52,7 @@ def test_workers_are_used_and_gone_afterwards(path, started):
     assert all(process.returncode is not None for process in started)
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gz"])
+@parametrized("compress", [bytes, gzip.compress], quick=1, ids=["plain", "gz"])
 def test_broken_and_misleading_events_are_the_same_to_one_and_to_many(path, monkeypatch, compress):
     """GIVEN arguments that hold what looks like events, and events that are broken THEN workers change nothing."""
     nested = json.dumps([{"ph": "X", "ts": 1, "name": "no event"}] * 30)
@@ -77,7 +78,7 @@ def test_a_small_file_is_not_worth_a_process(path, started, monkeypatch):
 
 
 @pytest.mark.parametrize("victims", [1, 3])
-@pytest.mark.parametrize("when", [0.0, 0.3])
+@parametrized("when", [0.0, 0.3], quick=1)
 def test_a_killed_worker_is_one_line(path, started, capfd, victims, when):
     """GIVEN workers that the system kills, as when memory is short THEN one line says so, and nothing hangs."""
 

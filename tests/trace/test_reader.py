@@ -22,6 +22,7 @@ from written_traces import (
     text_of,
 )
 
+from parametrized import parametrized
 from stepscope.trace import reader, source
 from stepscope.trace.reader import read_trace
 from stepscope.trace.tables import Trace
@@ -130,7 +131,7 @@ def test_a_real_trace_in_every_layout(tmp_path, monkeypatch, name):
 
 
 @needs_traces
-@pytest.mark.parametrize(
+@parametrized(
     ("layout", "compress"),
     [
         ("minified", None),
@@ -140,6 +141,7 @@ def test_a_real_trace_in_every_layout(tmp_path, monkeypatch, name):
         pytest.param("indented by 4", None, marks=pytest.mark.long),
         pytest.param("bare list, never closed", gzip.compress, marks=pytest.mark.long),
     ],
+    quick=2,
 )
 def test_two_workers_read_what_one_does(tmp_path, small_slices, layout, compress):
     text = LAYOUTS[layout](loaded(real_trace(REAL[6])))
@@ -199,7 +201,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-@pytest.mark.parametrize("nested", NESTED, ids=range(len(NESTED)))
+@parametrized("nested", NESTED, quick=3, ids=range(len(NESTED)))
 def test_what_looks_like_an_event_inside_one_is_none(tmp_path, monkeypatch, nested, separators):
     """GIVEN arguments that hold what looks like events WHEN slices end in the midst of them THEN none is taken."""
     events = [slice_of(f"op{i}", ts=i, args={"before": nested, "External id": i, "after": nested}) for i in range(40)]

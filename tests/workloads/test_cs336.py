@@ -8,6 +8,7 @@ from evidence import evidence_of
 from torch.utils.flop_counter import FlopCounterMode
 from variants import assert_same, built_of, losses_of, results_of
 
+from parametrized import parametrized
 from stepscope.errors import UsageError
 from stepscope.workloads.models.cs336 import WORKLOAD, forward_flops
 from stepscope.workloads.optimizers import make_optimizer
@@ -26,7 +27,7 @@ VARIANTS = [("builtin", "einsum"), ("sdpa", "einsum"), ("naive", "linear"), ("sd
 SIZES = {"batch": 2, "seq_len": 24}
 
 
-@pytest.mark.parametrize("preset", WORKLOAD.presets)
+@parametrized("preset", WORKLOAD.presets, quick=4)
 def test_every_preset_has_its_exact_parameter_count(preset):
     config = WORKLOAD.configure(preset)
     with torch.device("meta"):

@@ -8,6 +8,8 @@ import math
 
 import pytest
 
+from parametrized import parametrized
+
 torch = pytest.importorskip("torch")
 from evidence import evidence_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -193,7 +195,7 @@ def block_by_hand(block, x, cos, sin, routing, capacity):
 
 
 @pytest.mark.parametrize("dispatch", ["gather", "mask"])
-@pytest.mark.parametrize("capacity", [1.0, 0.5, 0.06])
+@parametrized("capacity", [1.0, 0.5, 0.06], quick=2)
 @pytest.mark.parametrize("routing", ["static", "dynamic"])
 @torch.no_grad()
 def test_a_token_runs_what_its_route_says(routing, capacity, dispatch):
@@ -211,7 +213,7 @@ def test_a_token_runs_what_its_route_says(routing, capacity, dispatch):
     assert depths == ({3} if routing == "static" else {1, 2, 3}) | ({0} if capacity < 1 else set())
 
 
-@pytest.mark.parametrize("capacity", [1.0, 0.75, 0.25])
+@parametrized("capacity", [1.0, 0.75, 0.25], quick=2)
 @pytest.mark.parametrize("routing", ["static", "dynamic"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gathering_equals_masking(routing, capacity, seed):
@@ -313,7 +315,7 @@ def test_the_executed_fraction_is_measured(routing, capacity):
 # Variants that change nothing.
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "knobs",
     [
         {"loss": "chunked", "chunk_rows": 5},
@@ -322,6 +324,7 @@ def test_the_executed_fraction_is_measured(routing, capacity):
         {"checkpoint": 1},
         {"checkpoint": 2, "loss": "fused"},
     ],
+    quick=3,
     ids=str,
 )
 @pytest.mark.parametrize("routing", ["static", "dynamic"])

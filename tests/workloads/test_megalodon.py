@@ -8,6 +8,7 @@ from evidence import evidence_of
 from torch.utils.flop_counter import FlopCounterMode
 from variants import assert_same, built_of, losses_of, results_of
 
+from parametrized import parametrized
 from stepscope.errors import UsageError
 from stepscope.workloads.models.megalodon import WORKLOAD, TimestepNorm, forward_flops
 
@@ -47,7 +48,7 @@ def test_the_default_is_profile():
     assert (config.width, config.layers, config.chunk, config.num_states) == (384, 6, 512, 8)
 
 
-@pytest.mark.parametrize("ffn", ["plain", "swiglu"])
+@parametrized("ffn", ["plain", "swiglu"], quick=1)
 @pytest.mark.parametrize(("ema", "attention"), VARIANTS)
 def test_variants_equal_the_reference(ema, attention, ffn):
     reference = built_of(WORKLOAD, ffn=ffn, **SIZES, **WORKLOAD.reference)

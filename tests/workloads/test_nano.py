@@ -8,6 +8,7 @@ from evidence import evidence_of
 from torch.utils.flop_counter import FlopCounterMode
 from variants import assert_same, built_of, losses_of, results_of
 
+from parametrized import parametrized
 from stepscope.errors import UsageError
 from stepscope.workloads.models.nano import WORKLOAD
 from stepscope.workloads.sparse_patterns import causal_pairs, with_chosen
@@ -27,7 +28,7 @@ VARIANTS = [
     {"attention": "dense", "kv_heads": 2},
     {"attention": "sparse_mask", "kv_heads": 2},
 ]
-each_variant = pytest.mark.parametrize("values", VARIANTS, ids=lambda values: " ".join(map(str, values.values())))
+each_variant = parametrized("values", VARIANTS, quick=5, ids=lambda values: " ".join(map(str, values.values())))
 
 
 @pytest.mark.parametrize("preset", WORKLOAD.presets)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
+from parametrized import parametrized
 from stepscope.workloads import sparse_patterns as patterns
 from stepscope.workloads.sparse_patterns import SparsePattern
 
@@ -42,7 +43,7 @@ def by_hand(pattern: SparsePattern, table: torch.Tensor) -> torch.Tensor:
     return torch.tensor([[sees(i, j) for j in range(pattern.seq_len)] for i in range(pattern.seq_len)])
 
 
-@each_pattern
+@parametrized("pattern", PATTERNS.values(), quick=3, ids=PATTERNS.keys())
 def test_dense_mask_is_the_description(pattern):
     table = patterns.random_table(pattern)
     assert torch.equal(
