@@ -18,7 +18,7 @@ UPDATES = (
     Case("updates/hand_assign", 40, 30, unit="tokens"),
     Case("updates/hand_tensors", 40, None, micro_batches=None),
     Case("updates/hand_scheduled", 40, 16, micro_batches=2),
-    Case("updates/functional", 40, 10),
+    Case("updates/functional", 40, 10, in_make_test=True),
     Case("updates/functional_lists", 40, 24, unit="tokens", in_make_test=True),
     Case("updates/own_optimizer", 40, 6, in_make_test=True),
     Case("updates/engine", 40, 10, micro_batches=2, in_make_test=True),

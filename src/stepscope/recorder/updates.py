@@ -128,7 +128,10 @@ def _has_values(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     if tensor is None:
         return False
     end = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride())) + 1
-    return not tensor.numel() or end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    try:
+        return not tensor.numel() or end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return True  # a wrapper without its own memory, as torch.func makes them
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
