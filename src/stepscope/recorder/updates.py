@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.recorder.modes import has_dispatch_modes
+from stepscope.recorder.values import is_capturing
 
 MAX_NODES = 200_000
 MAX_WATCHED = 64
@@ -58,9 +59,7 @@ class UpdateWatch:
 
     def backward_ended(self) -> None:
         """Remember the parameters as they are now."""
-        # Nothing may be added to a CUDA graph that the script is capturing.
-        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        self.is_pending = bool(self._watched) and not is_capturing
+        self.is_pending = bool(self._watched) and not is_capturing()
         if not self.is_pending:
             return
         self._state, self._gradients = self._counters(), self._gradient_counters()

@@ -88,6 +88,11 @@ def _named(root: nn.Module, table: str, prefix: str) -> Iterator[tuple[str, nn.P
                 yield f"{name}.{key}" if name else key, tensor
 
 
+def is_capturing() -> bool:
+    """Return whether the script captures a CUDA graph: then nothing may be added to it."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether reading a tensor runs no code of the script: no `__torch_dispatch__` of its own class."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

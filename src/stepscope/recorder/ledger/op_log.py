@@ -16,7 +16,7 @@ from stepscope.recorder.frames import is_library, is_pythons, place, script_fram
 from stepscope.recorder.ledger.flops import Op
 from stepscope.recorder.ledger.nodes import current_node, next_sequence_number
 from stepscope.recorder.ledger.storages import storage_key, storage_of
-from stepscope.recorder.values import is_plain, tensors_in
+from stepscope.recorder.values import is_capturing, is_plain, tensors_in
 
 MAX_CALLS = 100_000
 FROM_OUTSIDE = -1  # a storage that no op made: what another library or process filled
@@ -171,7 +171,7 @@ class _NonZeros:
 def _nonzeros(tensor: torch.Tensor) -> _NonZeros | None:
     """Count in a large operand, at places that lie on no row, column or diagonal more often than elsewhere."""
     num = tensor.numel()
-    if not tensor.is_floating_point() or num < _LEAST_ELEMENTS or not is_plain(tensor):
+    if not tensor.is_floating_point() or num < _LEAST_ELEMENTS or not is_plain(tensor) or is_capturing():
         return None
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):  # what is expanded repeats elements
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stepscope.recorder.modes import unseen
-from stepscope.recorder.values import tensors_in
+from stepscope.recorder.values import is_capturing, tensors_in
 
 _LEAST_POSITIONS = 8  # a shorter row is not text
 _FEWEST_FEATURES = 4  # of a frame: fewer may be equal by chance
@@ -41,7 +41,7 @@ class Padding:
 
     def note_loss(self, op: str, args: Any) -> None:
         """Count the ignored labels of a loss; they are read in `table`, when the GPU has done it."""
-        if op == _LOSS:
+        if op == _LOSS and not is_capturing():
             labels = args[1]
             self._labels.append((args[0].shape[-1], torch.count_nonzero(labels == args[4]), labels.numel()))
 
