@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from handmade import cpu_recording
+from parametrized import parametrized
 from stepscope.cli.main import VERBS
 from stepscope.version import __version__
 from verbs import run_verb
@@ -41,7 +42,7 @@ def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "stepscope", *words], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "action",
     [
         COMMAND.format(words=["--help"]),
@@ -62,6 +63,7 @@ def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
         "import stepscope; str(stepscope.read('run'))",
         "import stepscope; stepscope.record",
     ],
+    quick=9,
 )
 def test_nothing_heavy_is_imported(action, tmp_path):
     cpu_recording(tmp_path / "run")

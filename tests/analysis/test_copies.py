@@ -44,7 +44,7 @@ def one(table: pl.DataFrame) -> dict[str, Any]:
     return table.row(0, named=True)
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("name", "what", "pageable"),
     [
         ("Memcpy HtoD (Pageable -> Device)", "host_to_device", True),
@@ -58,6 +58,7 @@ def one(table: pl.DataFrame) -> dict[str, Any]:
         ("Memcpy HtoA (Pinned -> Array)", "host_to_device", False),
         ("CopyHostToDevice", "copy", None),
     ],
+    quick=5,
 )
 def test_a_memcpys_name_says_where_to_and_from_what_memory(name, what, pageable):
     trace = TraceBuilder().kernel(name, 0, 2, category="gpu_memcpy", bytes=4000)
@@ -84,7 +85,7 @@ def test_rocm_calls_a_copy_to_the_host_one_inside_the_device_but_the_op_knows():
     assert (row["what"], row["pageable"]) == ("device_to_host", None)
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("shapes", "dtypes", "strides", "what"),
     [
         ([[8, 16], [8, 16]], ["float", "c10::BFloat16"], [[16, 1], [16, 1]], "cast"),
@@ -100,6 +101,7 @@ def test_rocm_calls_a_copy_to_the_host_one_inside_the_device_but_the_op_knows():
         ("nonsense", 3, {"a": 1}, "copy"),
         ([["x"], ["x"]], ["float", "float"], [[2], [1]], "copy"),
     ],
+    quick=6,
 )
 def test_what_a_copy_changes_is_told_by_its_operands(shapes, dtypes, strides, what):
     assert one(copied(**tensors(shapes, dtypes, strides)))["what"] == what

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parametrized import parametrized
 from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
 from stepscope.trace.reader import read_trace
 from stepscope.trace.tables import DEVICE_TABLE
@@ -224,7 +225,7 @@ def figures(row: dict[str, Any]) -> dict[str, int]:
 
 
 @needs_traces
-@pytest.mark.parametrize("file", sorted(set(EXACT) - {ROUNDED}))
+@parametrized("file", sorted(set(EXACT) - {ROUNDED}), quick=10)
 def test_a_real_trace_has_its_exact_figures(file):
     device = read_trace(PUBLIC / file).device
     time = gpu_time(device).to_json()

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from any_trace import any_trace
 from call_count import num_calls
+from parametrized import parametrized
 from stepscope.analysis.ranks.rank_account import Analysis
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.analysis.time.gpu_time import gpu_time
@@ -45,7 +46,7 @@ def test_a_gpu_that_never_waits_has_no_cause():
     assert causes_of(TraceBuilder().op("aten::mm", 0, 5)) == {}
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "name",
     [
         "cudaDeviceSynchronize",
@@ -58,13 +59,16 @@ def test_a_gpu_that_never_waits_has_no_cause():
         "cudaMemcpy",
         "hipMemcpyWithStream",
     ],
+    quick=5,
 )
 def test_a_call_that_waits_for_the_gpu_is_synchronization(name):
     assert causes_of(gap().call(name, 120, 30)) == {"synchronization": 30_000, "launch": 5_000, "python": 60_000}
 
 
-@pytest.mark.parametrize(
-    "name", ["cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocAsync", "hipMalloc", "hipFree", "cuMemCreate"]
+@parametrized(
+    "name",
+    ["cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocAsync", "hipMalloc", "hipFree", "cuMemCreate"],
+    quick=4,
 )
 def test_the_drivers_allocator_is_allocator(name):
     assert causes_of(gap().call(name, 120, 30)) == {"allocator": 30_000, "launch": 5_000, "python": 60_000}
@@ -151,7 +155,7 @@ def test_data_is_a_matter_of_the_main_thread():
     assert causes_of(trace) == {"launch": 75_000, "python": 20_000}
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("outer", "inner", "cause"),
     [
         ("aten::item", "cudaStreamSynchronize", "synchronization"),
@@ -164,6 +168,7 @@ def test_data_is_a_matter_of_the_main_thread():
         ("c10d::allreduce_", "cuModuleLoadData", "compile"),
         ("torch/_dynamo/convert_frame.py(1): f", "cudaMalloc", "allocator"),
     ],
+    quick=5,
 )
 def test_where_two_apply_the_more_particular_has_it(outer, inner, cause):
     trace = gap()

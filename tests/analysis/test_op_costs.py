@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from parametrized import parametrized
 from stepscope.analysis.costs.op_calls import _SCALAR_TYPES, FORMULAS, ITEM_BYTES
 from stepscope.analysis.costs.op_costs import DTYPES, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
 from stepscope.analysis.costs.traffic_formulas import FREE
@@ -625,7 +626,7 @@ def test_no_text_raises(name, shapes, dtypes, strides, inputs):
     touched_bytes(shapes, dtypes, strides)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@parametrized("seed", range(8), quick=4)
 def test_no_well_formed_nonsense_raises(seed):
     @given(st.lists(NAMES, min_size=40, max_size=40), OPERANDS, TYPES, OPERANDS, VALUES)
     def check(names, shapes, dtypes, strides, inputs):

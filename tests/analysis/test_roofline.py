@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_trace import any_trace
+from parametrized import parametrized
 from stepscope.analysis.costs.roofline import BOUNDS, RooflineSummary, roofline, roofline_summary
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.trace.reader import read_trace
@@ -207,7 +208,7 @@ def device_work(linked: Linked) -> pl.DataFrame:
 
 
 @needs_traces
-@pytest.mark.parametrize(
+@parametrized(
     ("name", "known_share"),
     [
         ("contiguous_copies", 1.0),
@@ -217,6 +218,7 @@ def device_work(linked: Linked) -> pl.DataFrame:
         ("mask_blocks_flash", 1.0),
         ("recompiles", 0.974),
     ],
+    quick=3,
 )
 def test_no_op_of_a_real_trace_is_faster_than_its_device(name, known_share):
     linked = link(read_trace(TRACES / f"h200/{name}.json.gz", workers=1))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from parametrized import parametrized
 from stepscope.analysis.comparison.metrics import METRICS, Measure, change_of
 from stepscope.analysis.comparison.significance import (
     MIN_SAMPLES,
@@ -109,7 +110,7 @@ def test_three_and_three_are_never_enough():
     assert verdict([1, 1.01, 1.02, 1.03, 1.04, 1.05], [2, 2.1, 2.2, 2.3, 2.4, 2.5]) == "slower"
 
 
-@pytest.mark.parametrize("num", [6, 7, 20, 31])
+@parametrized("num", [6, 7, 20, 31], quick=2)
 def test_the_interval_is_that_of_a_plain_bootstrap(num):
     generator = random.Random(num)
     base, new = ([generator.lognormvariate(place, 0.2) for _ in range(num)] for place in (0, 0.1))

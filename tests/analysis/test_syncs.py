@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_trace import any_trace
+from parametrized import parametrized
 from stepscope.analysis.structure.links import link
 from stepscope.analysis.time.gpu_time import gpu_time
 from stepscope.analysis.time.syncs import KINDS, syncs, syncs_summary
@@ -70,7 +71,7 @@ def test_the_value_of_a_tensor_is_a_wait_of_the_op_that_asked():
     assert (row["busy_ns"], row["idle_after_ns"]) == (26_500, 32_500)
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("name", "call", "took", "is_wait"),
     [
         (PAGEABLE, "cudaMemcpyAsync", 1, True),  # returns when the copy is done, so the driver's documents say
@@ -86,6 +87,7 @@ def test_the_value_of_a_tensor_is_a_wait_of_the_op_that_asked():
         ("Memcpy DtoD (Device -> Device)", "cudaMemcpy", 40, False),
         ("Memcpy DtoD (Device -> Device)", "cudaMemcpyAsync", 40, False),
     ],
+    quick=6,
 )
 def test_which_copies_make_the_host_wait(name, call, took, is_wait):
     # GIVEN a copy called at 10 that runs from 20 to 22

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from device_cases import BF16, FP32, Program
 
+from parametrized import parametrized
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.activations import float32_activations
 from stepscope.session.case import Case
@@ -45,7 +46,7 @@ def test_casts_count_by_half_and_what_is_computed_from_them_in_full():
     assert [row["num_tensors"] for row in finding.evidence[0].rows] == [4, 2, 2]
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "allocations",
     [
         [kept("add", layer) for layer in range(8)],
@@ -55,6 +56,7 @@ def test_casts_count_by_half_and_what_is_computed_from_them_in_full():
         [kept("_to_copy", layer, owner="temporary") for layer in range(8)],
         [kept("_to_copy", 0), *(kept("gelu", layer, "mlp.{}") for layer in range(8))],
     ],
+    quick=3,
     ids=["a residual stream", "norms", "no cast", "in 16 bits", "temporaries", "a cast somewhere else"],
 )
 def test_what_ordinary_mixed_precision_keeps_is_clean(allocations):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from device_cases import BF16, Program
 
+from parametrized import parametrized
 from stepscope.findings.rules.gram_matrices import longer_side
 from stepscope.findings.rules.wide_and_narrow import product_order
 
@@ -73,7 +74,7 @@ def test_sums_and_multiples_in_between_become_smaller_too():
     assert finding.saving_ns == pytest.approx(plain.saving_ns + 8 * 2 * (20_000 - 3_000), rel=0.01)
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "program",
     [
         iteration(rows=SHORT, inner=LONG),
@@ -83,6 +84,7 @@ def test_sums_and_multiples_in_between_become_smaller_too():
         iteration(between=[("aten::_softmax", [[LONG, LONG], [], []])]),
         iteration(applied=[[LONG, LONG], [LONG, 512]]),
     ],
+    quick=3,
     ids=["the shorter side", "no side is longer", "attention", "a mask", "a softmax", "another matrix"],
 )
 def test_what_only_looks_alike_is_clean(program):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, Outer, Program, without_shapes
 
+from parametrized import parametrized
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.recurrence import recurrent_loop
 
@@ -119,7 +120,7 @@ def test_an_input_joined_with_the_state_is_one_product():
     assert finding.saving_ns == pytest.approx(15 * 20_000, rel=0.01), "one kernel is left of cat and tanh"
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "program",
     [
         rnn(turns=15),
@@ -128,6 +129,7 @@ def test_an_input_joined_with_the_state_is_one_product():
         rnn(between="aten::_softmax"),
         rnn(between="aten::argmax"),
     ],
+    quick=3,
     ids=["few", "layers with a weight each", "two branches", "attention", "chooses its next input"],
 )
 def test_other_loops_with_gates_are_clean(program):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from device_cases import BF16, FP32, Program
 
+from parametrized import parametrized
 from stepscope.findings.rules.repeated_rows import repeated_rows
 
 TOKENS, ROWS = [96, 256, 1024], 96 * 256
@@ -37,7 +38,7 @@ def test_each_row_is_computed_once():
     assert "256 times fewer rows" in finding.fix
 
 
-@pytest.mark.parametrize(
+@parametrized(
     "program",
     [
         conditioned(CAST, strides=DENSE),
@@ -47,6 +48,7 @@ def test_each_row_is_computed_once():
         conditioned(CAST, product=[[ROWS, 512], [512, 6144]]),
         conditioned(CAST, strides=[262144, 1024, 0]),
     ],
+    quick=3,
     ids=[
         "nothing is expanded",
         "a sum with tokens",

@@ -7,6 +7,7 @@ from device_cases import BF16, FP32, Program, without_shapes
 from host_cases import recorded
 from recorded_cases import run_script
 
+from parametrized import parametrized
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.casts_and_copies import needless_copies
 from stepscope.findings.rules.fusion import unfused_elementwise
@@ -214,7 +215,7 @@ for step in range(9):
 """
 
 
-@pytest.mark.parametrize(("called", "bypassed"), [("net", ["Net"]), ("compiled.outputs", ["Net"]), ("compiled", [])])
+@parametrized(("called", "bypassed"), [("net", ["Net"]), ("compiled.outputs", ["Net"]), ("compiled", [])], quick=1)
 def test_a_compiled_wrapper_that_is_never_called_is_noted(forks, tmp_path, called, bypassed):
     options = ("--warmup", "5", "--clean", "2", "--trace", "0", "--no-memory")
     case = run_script(forks, tmp_path, BYPASSED.format(called=called), *options)

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from parametrized import parametrized
+
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
@@ -220,7 +222,7 @@ def test_a_stage_has_its_own_weights_and_the_micro_batches_of_its_schedule(workl
     assert 3 <= (late.stage_peak_bytes[0] - early.stage_peak_bytes[0]) / microbatch_bytes <= 4
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("options", "said"),
     [
         (["--pp", "4"], "the model has 3 blocks in module lists. Name the modules where stages 2 to 4 begin"),
@@ -233,6 +235,7 @@ def test_a_stage_has_its_own_weights_and_the_micro_batches_of_its_schedule(workl
         (["--pp", "first"], "something must run before each"),
         (["--pp", "2", "--mode", "forward"], "use --mode step or forward+backward"),
     ],
+    quick=3,
 )
 def test_what_cannot_be_a_pipeline_is_refused(options, said, workloads, capsys):
     assert main(["plan", workloads("skip"), *options]) == 2

@@ -141,7 +141,7 @@ def check_round_trip(linked: Linked, folder: Path, **asked: object) -> dict:
     return document
 
 
-@pytest.mark.parametrize("asked", [{}, {"step": 6}, {"module": "b"}, {"step": 5, "module": "a"}])
+@parametrized("asked", [{}, {"step": 6}, {"module": "b"}, {"step": 5, "module": "a"}], quick=2)
 def test_it_reads_back_as_it_was(tmp_path, asked):
     hold_the_rules(check_round_trip(training().linked(), tmp_path, **asked))
 

@@ -9,6 +9,7 @@ import pytest
 from section_parts import EVIL, facts_in, of
 
 from handmade import WINDOWS, cpu_facts, cpu_recording, gpu_recording, sample, write_recording
+from parametrized import parametrized
 from stepscope import read, report
 from stepscope.analysis.time import statistics
 from stepscope.document.build import SECTIONS, section_of, title_of, verdict_of
@@ -141,7 +142,7 @@ STRANGE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STRANGE)
+@parametrized("name", STRANGE, quick=3)
 def test_strange_sources_have_every_section(tmp_path, name):
     source = open_session(strange(name, tmp_path / "run"))
     for section in MINE:

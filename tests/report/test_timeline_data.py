@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from any_trace import any_trace
+from parametrized import parametrized
 from stepscope.analysis.structure.links import Linked, link
 from stepscope.document.model import Timeline
 from stepscope.document.sections.timeline import Bytes, timeline_of
@@ -171,7 +172,7 @@ def test_modules_on_the_gpu_last_from_their_first_kernel_to_their_last():
     assert runs[2]["module"] == "net.blocks.1"
 
 
-@pytest.mark.parametrize("most_events", [1_000_000, 300, 40])
+@parametrized("most_events", [1_000_000, 300, 40], quick=1)
 def test_each_lane_is_as_busy_on_every_level(most_events):
     linked = training(num_steps=20, num_ops=20).linked()
 
@@ -351,7 +352,7 @@ def test_of_any_trace_every_event_is_there_once(builder):
 
 
 @needs_traces
-@pytest.mark.parametrize("path", ["public/qwen0.5b_h100_stacks.json.gz", "h200/llama_compiled.json.gz"])
+@parametrized("path", ["public/qwen0.5b_h100_stacks.json.gz", "h200/llama_compiled.json.gz"], quick=1)
 def test_real_traces_link_as_their_tables_do(path):
     linked = link(read_trace(TRACES / path, workers=1))
     told = decoded(linked)

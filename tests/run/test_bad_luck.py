@@ -164,7 +164,7 @@ def script(lab):
     return script
 
 
-@pytest.mark.parametrize(
+@parametrized(
     ("words", "said"),
     [
         (["missing.py"], "missing.py not found"),
@@ -181,6 +181,7 @@ def script(lab):
         (["-o", "file", "train.py"], "file"),
         (["-o", "/proc/x", "train.py"], "/proc/x"),
     ],
+    quick=7,
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_line(script, words, said):

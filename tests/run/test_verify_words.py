@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import stepscope
+from parametrized import parametrized
 from stepscope.cli import verify
 from stepscope.cli.main import main
 from stepscope.document.findings import diagnosis_document, findings_part
@@ -163,7 +164,7 @@ def test_on_a_terminal_the_user_is_asked(shipped, capsys, monkeypatch, answer):
     assert not (shipped.parent / "mark").exists()
 
 
-@pytest.mark.parametrize("how", ["yes", "terminal", "function", "ran here before"])
+@parametrized("how", ["yes", "terminal", "function", "ran here before"], quick=4)
 def test_the_command_runs_if_told(shipped, monkeypatch, how):
     """It fails, because it never trains: what counts is that it ran."""
     monkeypatch.setenv("STEPSCOPE_CACHE", str(shipped.parent / "cache"))

@@ -256,7 +256,7 @@ def test_only_the_columns_that_fit_are_written_for_a_terminal(tmp_path):
 # -- traces -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [2**63 - 1, 2**63 - 2, 1, 0])
+@parametrized("stream", [2**63 - 1, 2**63 - 2, 1, 0], quick=2)
 def test_every_track_of_perfetto_has_a_number_of_its_own(stream, tmp_path):
     trace = TraceBuilder().kernel("a", 10, 5000, stream=stream).kernel("b", 20, 6000, stream=stream)
     path = trace.kernel("c", 20, 5000).write(tmp_path / "trace.json")
