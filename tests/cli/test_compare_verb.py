@@ -295,6 +295,7 @@ def test_a_path_that_is_not_there(tmp_path, compare):
     assert "does not exist" in compare(tmp_path / "a", tmp_path / "b", code=2)
 
 
+@pytest.mark.long
 def test_a_trace_of_few_steps_is_shown_without_a_verdict(tmp_path, compare, as_json):
     training().write(tmp_path / "base.json")
     longer = training()

@@ -22,7 +22,7 @@ UPDATES = (
     Case("updates/functional_lists", 40, 24, unit="tokens", in_make_test=True),
     Case("updates/own_optimizer", 40, 6, in_make_test=True),
     Case("updates/engine", 40, 10, micro_batches=2, in_make_test=True),
-    Case("updates/lbfgs", 40, 20, micro_batches=None, in_make_test=True),
+    Case("updates/lbfgs", 40, 20, micro_batches=None),
     Case("updates/gan", 40, 16, micro_batches=None, updates_per_step=2, in_make_test=True),
     Case("updates/gan_pictures", 40, 16, micro_batches=None, updates_per_step=2, period=4),
     Case("updates/gan_info", 40, 8, micro_batches=None, updates_per_step=3),

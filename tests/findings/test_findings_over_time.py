@@ -385,7 +385,7 @@ def with_cores(folder, on_core_ns):
     return run_of(None, load(folder))
 
 
-@pytest.mark.parametrize("begin", [0, 700])
+@parametrized("begin", [0, 700], quick=1)
 def test_a_wait_that_grows_is_found_where_it_begins_though_work_on_the_core_wanders(tmp_path, begin):
     """A sleep of 200 ms grows by 1 % per 100 steps; the work beside it takes from 60 to 80 ms, and wanders."""
     wanders = [70e6 + 10e6 * math.sin(step / 160) for step in range(NUM)]

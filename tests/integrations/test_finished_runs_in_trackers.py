@@ -151,6 +151,7 @@ def test_text_in_tensorboard_cannot_become_markup(tmp_path):
     assert len(table.splitlines()) == 3 and "\\<img src=x\\> \\| \\[a\\](http\\://b)" in table
 
 
+@pytest.mark.long
 def test_a_sweep_in_tensorboard_has_a_run_per_point_with_parameters(sweep):
     folder = log(sweep, "tensorboard:logs") / "logs" / "sweep"
     metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
@@ -165,6 +166,7 @@ def test_a_sweep_in_tensorboard_has_a_run_per_point_with_parameters(sweep):
     assert (folder / "sweep" / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_a_study_has_the_points_of_all_its_sweeps(tmp_path):
     study = tmp_path / "study"
     shutil.copytree(Path(__file__).parents[2] / "docs" / "results" / "h200" / "study-tsmoe", study)

@@ -226,6 +226,7 @@ def test_the_run_is_that_of_the_folder_while_its_ranks_still_record(tmp_path):
     assert values_of((tmp_path / "m.prom").read_text())["stepscope_steps"] == 12  # of rank 0, with the folder's name
 
 
+@pytest.mark.long
 def test_a_collector_that_is_down_is_one_line(tmp_path):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     folder = cpu_recording(tmp_path / "recording", trace=None)

@@ -312,6 +312,7 @@ def test_nothing_is_measured_if_stepscope_is_disabled(stepscope, monkeypatch):
         stepscope.measure(lambda: None)
 
 
+@pytest.mark.long
 def test_tests_that_differ_in_their_parameters_have_their_own_baselines(project, pytester):
     pytester.makepyfile(
         test_parameters="""

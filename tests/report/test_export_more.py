@@ -67,6 +67,7 @@ def test_ranks_share_a_clock_and_no_process(ranks, tmp_path):
     assert any("aligned by collectives" in note for note in notes)
 
 
+@pytest.mark.long
 def test_arrows_of_two_ranks_have_different_numbers(ranks, tmp_path):
     events = events_of(export(ranks, "perfetto", ranks="all", output=tmp_path / "all.json.gz"))
 
@@ -74,6 +75,7 @@ def test_arrows_of_two_ranks_have_different_numbers(ranks, tmp_path):
     assert len(begins) == 10 and len(set(begins)) == 10
 
 
+@pytest.mark.long
 def test_a_part_of_all_ranks(ranks, tmp_path):
     events = events_of(export(ranks, "perfetto", ranks="all", step=2, output=tmp_path / "all.json.gz"))
 
@@ -90,6 +92,7 @@ def test_a_timeline_of_ranks_is_not_read_as_one_trace(ranks, tmp_path):
         analyze(written)
 
 
+@pytest.mark.long
 def test_ranks_without_collectives_are_placed_by_their_wall_clocks(tmp_path):
     folder = tmp_path / "ranks"
     folder.mkdir()

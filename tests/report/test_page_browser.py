@@ -296,6 +296,7 @@ def test_a_name_of_the_legend_hides_its_series(sample):
     sample.page.click("section#parts .legend button >> nth=0")
 
 
+@pytest.mark.long
 def test_all_sections_are_there_on_paper_and_without_a_script(sample, chromium, tmp_path):
     visible = "all => all.filter(one => one.getBoundingClientRect().height > 0).length"
     number = len(sample.sections())
@@ -346,6 +347,7 @@ def test_an_address_that_is_none_shows_the_first_section(open_page):
     assert page.is_visible("section#overview")
 
 
+@pytest.mark.long
 def test_the_csv_of_a_page_is_that_of_a_folder(open_page):
     names = [
         "=1+1",

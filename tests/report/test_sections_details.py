@@ -314,6 +314,7 @@ def test_recordings_of_several_ranks(tmp_path):
     assert table.columns["rank"] == [0, 1, 2] and table.columns["step_ns"][:2] == [10 * MS, 10 * MS]
 
 
+@pytest.mark.long
 @needs_traces
 def test_eight_real_ranks():
     parts = ranks.parts(open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import stepscope.render.page
+from parametrized import parametrized
 from stepscope.document.model import Timeline
 from stepscope.document.sections.timeline import timeline_of
 from trace_builder import TraceBuilder
@@ -93,6 +94,7 @@ def test_zooming_to_a_kernel_shows_its_name(tab):
     assert "softmax_warp_forward" in drawn(tab)
 
 
+@pytest.mark.long
 def test_the_wheel_zooms_where_the_pointer_is_and_a_drag_moves(tab):
     box = tab.locator("canvas").bounding_box()
     x, y = round(box["x"] + box["width"] * 0.6), round(box["y"] + 80)
@@ -185,6 +187,7 @@ def test_keys_move_zoom_and_step_from_event_to_event(tab):
     assert tab.evaluate("window.stepscopeTimeline.selected.index") != first
 
 
+@pytest.mark.long
 def test_a_track_folds(tab):
     rows = tab.evaluate("window.stepscopeTimeline.rows.length")
     head = tab.evaluate(
@@ -197,6 +200,7 @@ def test_a_track_folds(tab):
     assert tab.evaluate("window.stepscopeTimeline.rows.length") < rows
 
 
+@pytest.mark.long
 def test_dark_is_dark_and_a_chosen_theme_wins(tab):
     corner = """() => { const t = window.stepscopeTimeline; t.paint();
         return [...t.context.getImageData(t.canvas.width - 3, t.canvas.height - 3, 1, 1).data].slice(0, 3); }"""
@@ -237,6 +241,7 @@ def test_a_call_that_is_shown_twice_counts_once_and_a_thinned_trace_says_what_is
     assert told[1][1].endswith(" drawn individually")
 
 
+@pytest.mark.long
 def test_kernels_of_a_launch_are_looked_for_once_not_at_every_paint(tab):
     found = tab.evaluate("""() => {
         const t = window.stepscopeTimeline, look = t.data.kernelsOf;
@@ -251,7 +256,7 @@ def test_kernels_of_a_launch_are_looked_for_once_not_at_every_paint(tab):
     assert found == [1, 1]
 
 
-@pytest.mark.parametrize("trace", [TraceBuilder().slice("x", "nothing", 0, 1), TraceBuilder().op("one", 0, 0)])
+@parametrized("trace", [TraceBuilder().slice("x", "nothing", 0, 1), TraceBuilder().op("one", 0, 0)], quick=1)
 def test_next_to_nothing_is_drawn_without_a_fault(chromium, tmp_path, trace):
     path = tmp_path / "page.html"
     path.write_text(page_with(timeline_of(trace.linked())), encoding="utf-8")

@@ -250,6 +250,7 @@ def test_folders_that_are_no_running_job(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
+@pytest.mark.long
 def test_an_interrupted_command_names_the_window_that_the_job_still_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,7 +230,7 @@ def test_a_large_event_is_read_and_one_beyond_all_reason_passed_over(tmp_path, m
     assert num_bytes <= int(said.split()[0].replace(",", "")) <= num_bytes + 2
 
 
-@pytest.mark.parametrize("slice_bytes", [1 << 16, 1 << 22])
+@parametrized("slice_bytes", [1 << 16, 1 << 22], quick=1)
 @pytest.mark.parametrize(
     "size",
     [(4 << 20) - 100, 4 << 20, *(pytest.param(mebibytes << 20, marks=pytest.mark.long) for mebibytes in (5, 13))],

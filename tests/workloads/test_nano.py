@@ -119,7 +119,7 @@ def test_one_compilation_serves_every_layer():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("values", [{"attention": "sparse_mask"}, {"attention": "sparse_flex", "pattern": "dynamic"}])
+@parametrized("values", [{"attention": "sparse_mask"}, {"attention": "sparse_flex", "pattern": "dynamic"}], quick=1)
 def test_no_query_sees_a_later_token(values):
     """Through attention; what is chosen is chosen over the whole sequence, so the scores are held."""
     built = built_of(WORKLOAD, part="attention", **SMALL, **values)
@@ -252,7 +252,7 @@ def test_checkpointing_changes_no_number_where_tokens_are_chosen():
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so
-@pytest.mark.parametrize("values", [{"attention": "sparse_mask"}, {"attention": "sparse_flex", "pattern": "dynamic"}])
+@parametrized("values", [{"attention": "sparse_mask"}, {"attention": "sparse_flex", "pattern": "dynamic"}], quick=1)
 def test_bfloat16_weights_and_autocast_run(values):
     built = built_of(WORKLOAD, layers=1, batch=1, **{**SMALL, "seq_len": 144}, **values)
     batch = built.batch()
