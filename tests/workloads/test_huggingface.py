@@ -147,7 +147,9 @@ def test_a_file_is_as_good_as_its_folder(tmp_path, workload_of):
         ({"model_type": "zzzzzz", "auto_map": {"AutoConfig": "evil.Config"}}, "is never run"),
         ({**LLAMA, "architectures": ["NoSuchModel"]}, "NoSuchModel"),
         pytest.param(
-            {"model_type": "vit", "architectures": ["ViTModel"]}, "ViTModel reads pixel_values", marks=pytest.mark.long
+            {"model_type": "vit", "architectures": ["ViTModel"]},
+            "ViTModel reads pixel_values",
+            marks=pytest.mark.long,
         ),
         ({"model_type": "vit"}, "no causal LM"),
     ],
