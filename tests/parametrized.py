@@ -11,7 +11,11 @@ import pytest
 def parametrized(names: str | tuple[str, ...], cases: Iterable[Any], *, quick: int, **options: Any) -> Any:
     """Return `pytest.mark.parametrize` with all marked `long` but at most `quick` cases, spread over the list."""
     listed, is_one = list(cases), isinstance(names, str) and "," not in names
-    short = [number for number, case in enumerate(listed) if pytest.mark.long.mark not in getattr(case, "marks", ())]
+    short = [
+        number
+        for number, case in enumerate(listed)
+        if all(mark.name != "long" for mark in getattr(case, "marks", ()))
+    ]
     kept = set(short[:: max(1, -(-len(short) // quick))])
 
     def marked(case: Any) -> Any:
