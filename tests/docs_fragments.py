@@ -64,6 +64,10 @@ def language_model() -> nn.Module:
     return nn.Sequential(OrderedDict(table=nn.Embedding(4, 8), blocks=nn.Sequential(block), head=nn.Linear(8, 16)))
 
 
+def scalar(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.square().mean()
+
+
 def halves(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16)
 
@@ -91,6 +95,8 @@ OF_A_PAGE = {
     "ignored_labels": {"labels": torch.tensor([-100, -100, 3, 1]), "hidden": torch.randn(4, 8),
                        "head": nn.Linear(8, 5)},
     "longer_side": {"x": torch.randn(16, 8), "steps": 2, "a": 3.4, "b": -4.8, "c": 2.0},
+    "repeated_backward": {"net": nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)), "loss_of_policy": scalar,
+                          "loss_of_value": scalar, "points": torch.rand(4, 1), "times": torch.rand(4, 1)},
     "repeated_rows": {"x": torch.randn(2, 4, 8), "cond": torch.randn(2, 1, 8),
                       "self": SimpleNamespace(ada=nn.Linear(8, 16), norm=nn.LayerNorm(8))},
 }  # fmt: skip

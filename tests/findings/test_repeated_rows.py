@@ -8,7 +8,7 @@ import pytest
 from device_cases import BF16, FP32, Program
 
 from parametrized import parametrized
-from stepscope.findings.rules.repeated_rows import repeated_rows
+from stepscope.findings.rules.repeated_work import repeated_rows
 
 TOKENS, ROWS = [96, 256, 1024], 96 * 256
 EXPANDED, DENSE = [1024, 0, 1], [262144, 1024, 1]

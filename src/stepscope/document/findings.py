@@ -25,7 +25,7 @@ _LESS_WORK = {
     **dict.fromkeys(
         ("forward_without_backward", "longer_side", "product_order", "discarded_gradients", "work_beside_training",
          "constant_work", "mostly_zeros", "unused_gradients", "growing_work", "recurrent_loop", "repeated_rows",
-         "ignored_labels"),
+         "ignored_labels", "repeated_backward"),
         "flops",
     ),
 }  # fmt: skip
